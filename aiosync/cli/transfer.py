@@ -30,7 +30,13 @@ from aiosync.cli._common import (
     shows_progress,
     status_line,
 )
-from aiosync.errors import ConfigError, ConnectError, PartialSyncError, TransportError
+from aiosync.errors import (
+    ConfigError,
+    ConnectError,
+    PartialSyncError,
+    RemoteProtocolError,
+    TransportError,
+)
 from aiosync.protocol import MAX_VERSION
 
 if TYPE_CHECKING:
@@ -174,12 +180,16 @@ def _refuse_if_taken(status: Mapping[str, Any], model_id: str) -> None:
     """Raise if a server follows another one, or if another trainer is pushing the model to it."""
     if status.get("upstream"):
         raise ConfigError(f"that server follows {status['upstream']}: push there")
-    for model in status.get("models") or ():
-        if model.get("model_id") == model_id and model.get("trainer"):
-            raise ConnectError(
-                f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
-                "first, or push under another --model-id"
-            )
+    try:
+        given = [each for each in status.get("models") or () if each.get("model_id") == model_id]
+        trainers = [each["trainer"] for each in given if each.get("trainer")]
+    except (TypeError, AttributeError) as exc:
+        raise RemoteProtocolError("the server sent a status of another release") from exc
+    for trainer in trainers:
+        raise ConnectError(
+            f"{trainer} is already pushing model {model_id!r} to this server: end it first, or "
+            "push under another --model-id"
+        )
 
 
 def _check_size(weights: dict[str, Any], file: Path, held: int) -> int:

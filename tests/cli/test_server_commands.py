@@ -543,6 +543,20 @@ async def test_a_link_to_nothing_beside_the_weights_is_not_read(tmp_path: Path) 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("models", [1, [1], {"a": 1}])
+async def test_a_status_of_another_release_is_one_line(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def status(*_args: Any, **_options: Any) -> Any:
+        return {"models": models}
+
+    torch.save({"w": torch.zeros(3)}, tmp_path / "w.pt")
+    monkeypatch.setattr(WeightClient, "status", status)
+    assert await push(tmp_path / "w.pt", "tcp://127.0.0.1:1") == 1
+    assert "sent a status of another release" in capsys.readouterr().err
+
+
+@pytest.mark.asyncio
 async def test_a_status_is_safe_to_print(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
