@@ -123,7 +123,7 @@ def save_weights(
     path = check_target(path)
     safetensors = _kind(path)
     if safetensors is not None:
-        _refuse_plain_values(path, mapping)
+        _refuse_what_safetensors_lacks(path, mapping)
     try:
         with replacing(path) as (file, temporary):
             if safetensors is not None:
@@ -336,12 +336,14 @@ def _is_state_dict(value: Mapping[Any, Any]) -> bool:
 # -- safetensors ------------------------------------------------------------------------------
 
 
-def _refuse_plain_values(path: str, mapping: Mapping[str, Any]) -> None:
-    """Refuse weights with values that are no tensors."""
+def _refuse_what_safetensors_lacks(path: str, mapping: Mapping[str, Any]) -> None:
+    """Refuse weights with values that are no tensors, or with the name of the file's texts."""
     others = [name for name, each in mapping.items() if not isinstance(each, torch.Tensor)]
     if others:
         listed = ", ".join(others)[:200]
         raise ConfigError(f"{path}: safetensors holds tensors only, not {listed}: use .pt")
+    if "__metadata__" in mapping:
+        raise ConfigError(f"{path}: safetensors holds no tensor of the name __metadata__: use .pt")
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

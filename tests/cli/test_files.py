@@ -82,6 +82,14 @@ def test_what_safetensors_cannot_hold_leaves_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_name_that_safetensors_keeps_for_itself_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_weights(path, {"old": torch.ones(1)})
+    with pytest.raises(ConfigError, match=r"x\.safetensors: .*__metadata__.*use \.pt"):
+        save_weights(path, {"__metadata__": torch.ones(1)})
+    assert set(load_weights(path)) == {"old"}
+
+
 def test_other_tools_read_what_is_written(tmp_path: Path) -> None:
     saved = nn.Linear(2, 3).state_dict()
     save_weights(tmp_path / "x.safetensors", saved, metadata={"version": "3"})
