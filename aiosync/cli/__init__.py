@@ -6,6 +6,7 @@ imports the standard library only, so that a missing extra ends in advice and no
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,7 +29,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from aiosync.cli._app import app
 
         # `python -m aiosync` has the same name, because shell completion goes by the name.
-        app(args, prog_name="aiosync")
+        try:
+            app(args, prog_name="aiosync")
+        finally:
+            _flush_stdout()
     except SystemExit as exc:  # typer ends every command with it, also after wrong usage
         return exc.code if isinstance(exc.code, int) else 0
     except KeyboardInterrupt:  # it came during the imports: the commands handle their own
@@ -41,6 +45,17 @@ def main(args: Sequence[str] | None = None) -> int:
         _advise_to_install(package, sys.argv[1:] if args is None else args)
         return 1
     return 0
+
+
+def _flush_stdout() -> None:
+    """Write the rest of stdout; discard it if that fails, so that the exit status is 1."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        # The interpreter flushes again as it ends; if that fails, the exit status is 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _advise_to_install(package: str, args: Sequence[str]) -> None:

@@ -296,7 +296,7 @@ def write_text(option: str, path: str, text: str) -> None:
         ConfigError: The file cannot be written.
     """
     if path == "-":
-        sys.stdout.write(text + "\n")
+        typer.echo(text)
         return
     try:
         Path(path).write_text(text, encoding="utf-8")

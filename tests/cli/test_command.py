@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ pytest.importorskip("gymnasium")
 
 import aiosync
 import aiosync.cli
+from aiosync.bench import Results, machine
 from aiosync.server import WeightServer
 from tests.cli._serving import environment
 
@@ -128,6 +130,26 @@ def test_without_typer_the_small_extra_is_enough(
     monkeypatch.setitem(sys.modules, "typer", None)
     assert aiosync.cli.main(args) == 1
     assert "pip install 'aiosync[cli]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_full_disk_under_stdout_is_status_1(as_json: bool, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(Results(machine(), "quick", 3.0).to_json())
+    args = ["bench", "--from", str(path), "--json", "-"] if as_json else ["--version"]
+    with open("/dev/full", "w", encoding="ascii") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "aiosync", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60.0,
+            check=False,
+            # Python's own buffer has to hold the text.
+            env=environment(PYTHONUNBUFFERED=""),
+        )
+    assert (done.returncode, "No space left on device" in done.stderr) == (1, True), done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
