@@ -534,7 +534,7 @@ class FramedTransport(Transport):
         rest, self._out = self._out, []
         if rest and self._started:
             self.fail(TransportBroken(f"a send to {self.name} was cut in mid-message"))
-        elif rest:
+        elif rest and not self.io.has_unsent:
             self._unwatch()
 
     def _watch(self) -> None:

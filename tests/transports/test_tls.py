@@ -18,7 +18,13 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from aiosync.errors import ConnectError, PeerClosed, RemoteProtocolError, TransportBroken
+from aiosync.errors import (
+    ConnectError,
+    PeerClosed,
+    RemoteProtocolError,
+    SendTimeout,
+    TransportBroken,
+)
 from aiosync.testing import FaultProxy, Faults, Plan
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -82,6 +88,23 @@ async def test_what_openssl_read_ahead_is_not_forgotten(sizes: tuple[int, ...]) 
         assert left.send_batch_nowait([Fetch(number) for number in range(500)])
         for number in range(500):
             assert (await right.recv()).message == Fetch(number)
+
+
+async def test_a_send_that_times_out_leaves_those_before_it() -> None:
+    """OpenSSL has encrypted all of an earlier message, of which the kernel has taken a part."""
+    async with pair(version=ssl.TLSVersion.TLSv1_3) as (left, right):
+        count = refused = 0
+        # The other end reads ahead before the kernel's buffers stay full.
+        while refused < 10:
+            while left.send_nowait(Update(1, count + 1, bytes(16)), [bytes(60_000)]):
+                count, refused = count + 1, 0
+            refused += 1
+            await asyncio.sleep(0.05)
+        with pytest.raises(SendTimeout):
+            await left.send(Update(1, count + 1, bytes(16)), [bytes(60_000)], timeout=0.1)
+        for version in range(1, count + 1):
+            received = await right.recv(timeout=5)
+            assert received.message == Update(1, version, bytes(16))
 
 
 async def test_what_a_peer_said_before_it_reset_the_link_is_read() -> None:
