@@ -169,6 +169,46 @@ async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -
         assert sum(each() is not None for each in given) <= 70
 
 
+async def _come_and_go(state: harness.State, aborts: bool, seconds: float) -> None:
+    """Join the trainer, and leave it before anything that it sent was read."""
+    joined = asyncio.Event()
+
+    async def connected() -> None:
+        joined.set()
+        await asyncio.sleep(harness.PATIENCE)
+
+    one = harness.twin(state.scheme)
+    hooks = aiosync.SchemeHooks(connected=connected)
+    one.init_on_receiver(model=state.model, worker_idx=0, hooks=hooks)
+    await one.connect(initial=False, timeout=harness.PATIENCE)
+    await joined.wait()
+    await asyncio.sleep(seconds)
+    if aborts:
+        one.abort()
+    await one.aclose()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1], ids=["at once", "later"])
+@pytest.mark.parametrize("aborts", [False, True], ids=["aclose", "abort"])
+async def test_workers_that_leave_before_they_read_anything_keep_no_slot(
+    aborts: bool, seconds: float
+) -> None:
+    """The process of the workers goes on, and each of them was offered another version."""
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(weights=models.medium())
+    async with harness.workers(scheme, models.medium, connect=False) as [worker]:
+        await scheme.connect()
+        numbers = list[int]()
+        for _ in range(8):
+            # A send may fail, because it reports the worker that left.
+            with contextlib.suppress(aiosync.PartialSyncError):
+                await scheme.send()
+            await worker.call(_come_and_go, aborts, seconds)
+            await harness.until(lambda: not scheme.sender_transports)
+            numbers.append(_num_written())
+        assert numbers[-1] <= numbers[1] + 1, numbers
+
+
 async def test_a_version_that_no_worker_would_get_any_more_is_not_kept() -> None:
     """Once each worker has weights of its own, no worker can get the common version."""
     nbytes, held = 8 * 2**20, _segment_nbytes()

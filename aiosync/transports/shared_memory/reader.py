@@ -329,6 +329,8 @@ class SlotReader:
         # The last word that was handled: its slot was applied or refused.
         self._seen = 0
         self._closed = False
+        # True once the page was mapped, the descriptor of which comes before all others.
+        self._has_page = False
         # The words, while close() still has to tell the sender that no slot is used any more.
         self._page: memoryview | None = None
         # Before a fork the locked slots are copied, as the child goes on reading them. The child
@@ -364,6 +366,8 @@ class SlotReader:
         """
         if not self._descriptors:
             raise RemoteProtocolError("the peer announced shared memory without its descriptor")
+        if self._closed:
+            self.decline_page()
         fd, is_kept = self._descriptors.popleft(), False
         try:
             if not self._closed:
@@ -375,12 +379,20 @@ class SlotReader:
                 os.close(fd)
         self._drop_old_segments()
 
+    def decline_page(self) -> None:
+        """Tell the sender that no slot is used, if the page has come and is read too late."""
+        if self._descriptors and not self._has_page:
+            self._has_page = True
+            # The sender then keeps the slots until this process ends.
+            with contextlib.suppress(OSError, ValueError):
+                map_page(self._descriptors[0])[BELL] = GONE
+
     def _take_over(self, fd: int, message: Segment | DeviceSlot | PageMessage) -> bool:
         """Open the memory of a descriptor; return True if the descriptor has to stay open."""
         if isinstance(message, PageMessage):
             if self.words is not None:
                 raise RemoteProtocolError("the peer announced a second page")
-            self.words = map_page(fd)
+            self.words, self._has_page = map_page(fd), True
             return False
         key = message.segment_id & 255
         known = self.segments.get(key)

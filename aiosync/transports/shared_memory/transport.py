@@ -7,6 +7,7 @@ schemes.
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 from collections import deque
@@ -83,6 +84,14 @@ class DescriptorStream(ByteStream):
 
         self.writev = with_fd
 
+    def drop_unread(self) -> None:
+        """Drop unread bytes, but keep the descriptors beside them until :meth:`close`."""
+        scratch = memoryview(bytearray(65536))
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                if not self.readv([scratch]):
+                    break
+
     def close(self, *, farewell: bool = True) -> None:
         """Close the socket, and the descriptors that were not taken."""
         while self.received_fds:
@@ -125,6 +134,8 @@ class SharedMemTransport(FramedTransport):
         self._stream = DescriptorStream(io)
         super().__init__(self._stream, limits=limits, name=name)
         self.slots: SlotReader = SlotReader(self._stream.received_fds)
+        # The sender keeps the slots that it named until the page says that they are not used.
+        self.call_on_end(self.slots.decline_page)
         self.publisher: SlotPublisher | None = None
         if arena is not None:
             self.publisher = SlotPublisher(self, self._stream.attach, arena)
