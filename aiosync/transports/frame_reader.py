@@ -81,6 +81,8 @@ class FrameReader:
         self._loop = asyncio.get_running_loop()
         # The error that ends the link once every message that was read is handled.
         self._gone: PeerClosed | None = None
+        # True once the peer has closed the link between two frames: those before it still count.
+        self._has_rest = False
         # The error that becomes that one once the stream has nothing left to read.
         self._last_error: PeerClosed | None = None
         self._reads_out = True
@@ -116,6 +118,7 @@ class FrameReader:
             error = TransportBroken(f"the link to {link.name} was lost in mid-message: {cause}")
         if error is not cause:
             error.__cause__ = cause
+        self._has_rest = not cut
         link.fail(error)
 
     def read_last(self) -> None:
@@ -128,9 +131,31 @@ class FrameReader:
         self._read()
         self.is_last = False
 
+    def take_rest(self, deliver: Callable[[Received], bool]) -> bool:
+        """Take the next event for ``recv()`` that was read before the peer closed the link.
+
+        Args:
+            deliver: Handles a message without payload, or returns False to leave it to ``recv()``.
+
+        Returns:
+            True if an event waits.
+        """
+        try:
+            while self._has_rest and self.event is None:
+                event = self.decoder.next_event()
+                if isinstance(event, FrameStart) and not event.payload_nbytes:
+                    if deliver(Received(event.message, ext=event.ext)):
+                        continue
+                self.event = event
+                self._has_rest = event is not None or self.decoder.is_busy
+        except (ProtocolError, TransportError):
+            # The link has its error already, and nothing counts behind this one.
+            self._has_rest = False
+        return self.event is not None
+
     def hand_over(self) -> None:
         """Offer the message that waits to the link's new handler, unless a ``recv()`` takes it."""
-        waiting = self.event
+        waiting = None if self._link is None else self.event
         if isinstance(waiting, FrameStart) and not waiting.payload_nbytes and not self.in_recv:
             self.event = None
             self._pull(waiting)

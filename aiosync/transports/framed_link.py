@@ -354,8 +354,9 @@ class FramedTransport(Transport):
         """Wait for the next message, and read its payload."""
         reader = self._reader
         while reader.event is None or self.closed:
-            self.check()
-            await reader.arrival.wait()
+            if self.closed or not (self.ended and reader.take_rest(self.deliver)):
+                self.check()
+                await reader.arrival.wait()
         start, reader.event = reader.event, None
         assert isinstance(start, FrameStart)
         received = Received(start.message, (), start.payload_nbytes, ext=start.ext)

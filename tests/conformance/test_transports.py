@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from aiosync.errors import PeerClosed
 from aiosync.testing import (
     CONFORMANCE_CHECKS,
     Check,
@@ -36,7 +37,7 @@ from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Capabilities
-from aiosync.wire import Update
+from aiosync.wire import Fetch, Update
 from tests._certificates import certificates
 from tests.support.waiting import until
 
@@ -170,6 +171,32 @@ async def test_more_buffers_than_one_write_takes(subject: Subject) -> None:
             sending = sender.send(update, pieces, timeout=5)
             _, received = await asyncio.gather(sending, receiver.recv(timeout=5))
         assert b"".join(received.payload) == b"".join(pieces)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_messages_before_the_end_count_although_a_send_finds_the_link_closed(
+    subject: Subject,
+) -> None:
+    """They have arrived, and wait for ``recv()``."""
+    async with subject.factory() as (sender, receiver):
+        await sender.send(Fetch(1))
+        await sender.send(Update(1, 2, bytes(16)), [b"payload"])
+        await sender.send(Fetch(3))
+        await asyncio.sleep(0.1)
+        await sender.aclose()
+        with pytest.raises(PeerClosed):
+            async with asyncio.timeout(5):
+                while True:
+                    await receiver.send(Fetch(9))
+                    await asyncio.sleep(0.01)
+        assert (await receiver.recv(timeout=5)).message == Fetch(1)
+        received = await receiver.recv(timeout=5)
+        assert b"".join(received.payload) == b"payload"
+        assert (await receiver.recv(timeout=5)).message == Fetch(3)
+        with pytest.raises(PeerClosed):
+            await receiver.recv(timeout=5)
 
 
 # -- the suite itself: it must fail for a wrong transport ------------------------------------------

@@ -196,6 +196,36 @@ async def test_a_farewell_is_no_loss(make: Any) -> None:
         assert not told
 
 
+@pytest.mark.parametrize("has_version", [False, True], ids=["no version", "a version"])
+@all_schemes
+@pytest.mark.asyncio
+async def test_a_farewell_counts_although_a_pull_finds_the_link_closed(
+    make: Any, has_version: bool
+) -> None:
+    """Until the hook has ended, the messages of the trainer wait, and the farewell is the last."""
+    trainer = make(reconnect=0.0)
+    worker, goes_on = copy.copy(trainer), asyncio.Event()
+    told: list[object] = []
+    trainer.init_on_sender(model=nn.Linear(4, 2), num_workers=None)
+    hooks = aiosync.SchemeHooks(connected=goes_on.wait, lost=told.append)
+    worker.init_on_receiver(model=nn.Linear(4, 2), on_lost="raise", hooks=hooks)
+    async with worker, trainer:
+        await trainer.connect()
+        if has_version:
+            await trainer.send()
+        await worker.connect(initial=False, timeout=PATIENCE)
+        await until(lambda: bool(trainer.sender_transports))
+        await asyncio.sleep(0.1)
+        await trainer.aclose()
+        pulling = asyncio.create_task(worker.pull(timeout=PATIENCE))
+        await asyncio.sleep(0.1)
+        goes_on.set()
+        with contextlib.suppress(aiosync.AiosyncError):
+            await pulling
+        await until(lambda: worker.link_lost is not None)
+        assert not told
+
+
 @all_schemes
 @pytest.mark.asyncio
 async def test_reads_raise_when_the_weights_are_stale(make: Any, caplog: Any) -> None:

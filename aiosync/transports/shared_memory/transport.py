@@ -148,7 +148,9 @@ class SharedMemTransport(FramedTransport):
     def deliver(self, received: Received) -> bool:
         """See :meth:`FramedTransport.deliver`. Segments and pages go to the reader of slots."""
         if isinstance(received.message, Segment | DeviceSlot | PageMessage):
-            self.slots.announce(received.message)
+            # The descriptors have gone with the link.
+            if not self.ended:
+                self.slots.announce(received.message)
             return True
         return super().deliver(received)
 
