@@ -239,8 +239,14 @@ class FrameReader:
             return 0
         except OSError as exc:
             # Between two frames, an error of the connection, such as a reset, is a close.
-            self.lose(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))
-            return 0
+            is_close = isinstance(exc, ConnectionError)
+            if self.event is None or not is_close:
+                self.lose(exc, cut=decoder.mid_frame or not is_close)
+                return 0
+            # Frames behind the event that waits were read before, and still count.
+            self._last_error = PeerClosed(f"{link.name} closed the link")
+            self._last_error.__cause__ = exc
+            nbytes = 0
         except MemoryError as exc:
             error = TransportBroken(f"this process has no memory for a message from {link.name}")
             error.__cause__ = exc

@@ -20,6 +20,7 @@ import pytest
 from aiosync.errors import (
     ConfigError,
     ConnectError,
+    PeerClosed,
     TransportBroken,
     TransportError,
 )
@@ -167,6 +168,20 @@ async def test_data_and_a_reset_that_come_together(nbytes: int | None) -> None:
             # A whole message may arrive, or the kernel dropped it because of the reset.
             await receiving
             await transport.recv(timeout=PATIENCE)
+
+
+async def test_messages_that_wait_count_after_a_reset() -> None:
+    async with linked("tcp://127.0.0.1:0") as (dialer, accepted):
+        for number in range(3):
+            await dialer.send(Fetch(number))
+        await asyncio.sleep(0.1)
+        dialer.io.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        dialer.abort()
+        await asyncio.sleep(0.1)
+        for number in range(3):
+            assert (await accepted.recv(timeout=PATIENCE)).message == Fetch(number)
+        with pytest.raises(PeerClosed):
+            await accepted.recv(timeout=PATIENCE)
 
 
 async def test_answers_to_a_peer_that_has_gone_are_not_written_one_inside_the_other() -> None:
