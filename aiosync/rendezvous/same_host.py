@@ -26,6 +26,7 @@ from aiosync.errors import (
     RemoteProtocolError,
 )
 from aiosync.rendezvous.listener import Listener, receive_hello
+from aiosync.transports._forks import new_socket
 from aiosync.transports._process_end import is_gone
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport, in_time
@@ -67,7 +68,7 @@ def bind_here(address: str) -> socket.socket:
         ConfigError: The address is in use: another copy of this scheme is a sender already.
         OSError: The process has no descriptor left.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(address)
         sock.listen(_BACKLOG)
@@ -113,7 +114,7 @@ def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.so
     """
     sock = None
     try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         sock.connect(address)
         pid = peer_pid(sock)

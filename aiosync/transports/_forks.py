@@ -22,6 +22,7 @@ __all__ = [
     "OPENING",
     "close_in_child",
     "keep_across_fork",
+    "new_socket",
 ]
 
 FORKING = threading.RLock()
@@ -104,6 +105,14 @@ def close_in_child(item: _ForkAware | socket.socket) -> None:
     """
     _register()
     _open.add(item)
+
+
+def new_socket(family: int, kind: int, protocol: int = 0) -> socket.socket:
+    """Return a new socket; a child that is forked from now on closes its copy."""
+    with OPENING:
+        sock = socket.socket(family, kind, protocol)
+        close_in_child(sock)
+    return sock
 
 
 def keep_across_fork(item: _ForkAwareMemory) -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
 from aiosync.errors import ConfigError
+from aiosync.transports._forks import new_socket
 
 __all__ = ["Address", "bind", "own_host", "parse_all"]
 
@@ -131,7 +132,7 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
     sock = None
     try:
         if address.scheme == "unix":
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock = new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
             if _is_stale(address.path):
                 os.unlink(address.path)
             # The mode of the socket object becomes that of the file, so that there is no moment in
@@ -144,7 +145,7 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
                 address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             family, kind, proto, _name, where = found[0]
-            sock = socket.socket(family, kind, proto)
+            sock = new_socket(family, kind, proto)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
             address = replace(address, port=sock.getsockname()[1])

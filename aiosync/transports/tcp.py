@@ -30,7 +30,7 @@ from aiosync.errors import (
     SendTimeout,
     TransportBroken,
 )
-from aiosync.transports._forks import OPENING, close_in_child
+from aiosync.transports._forks import new_socket
 from aiosync.transports.address import Address
 from aiosync.transports.base import in_time
 from aiosync.transports.byte_stream import ByteStream
@@ -320,7 +320,7 @@ async def _open(address: Address) -> socket.socket:
     sock = None
     try:
         if address.scheme == "unix":
-            sock = _new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock = new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.setblocking(False)
             # Event loops take a socket for connected when the listener's backlog is full, so this
             # does not use sock_connect(). Connecting a Unix socket never waits.
@@ -330,21 +330,13 @@ async def _open(address: Address) -> socket.socket:
             sock = await start_connection(
                 found,
                 happy_eyeballs_delay=_HEAD_START_SECONDS,
-                socket_factory=lambda info: _new_socket(*info[:3]),
+                socket_factory=lambda info: new_socket(*info[:3]),
             )
     # A loop raises RuntimeError for some failures; an impossible host name is a ValueError.
     except (OSError, RuntimeError, ValueError) as exc:
         if sock is not None:
             sock.close()
         raise ConnectError(f"{address} cannot be reached: {exc}") from exc
-    return sock
-
-
-def _new_socket(family: int, kind: int, protocol: int = 0) -> socket.socket:
-    """Return a new socket; a child that is forked while it connects closes its copy."""
-    with OPENING:
-        sock = socket.socket(family, kind, protocol)
-        close_in_child(sock)
     return sock
 
 
