@@ -24,7 +24,7 @@ import numpy as np
 from aiosync._interrupts import is_interrupt
 from aiosync.device_memory import file_of
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
-from aiosync.transports._forks import FORKING, close_in_child, keep_across_fork
+from aiosync.transports._forks import FORKING, OPENING, close_in_child, keep_across_fork
 from aiosync.transports.shared_memory.slots import (
     BELL,
     GONE,
@@ -404,7 +404,9 @@ class SlotReader:
                 return False
             known.blocks[message.index] = SharedBlock(fd, message, file_of(fd))
         elif known is None:
-            self.segments[key] = _SegmentView(fd, message)
+            # No fork comes before the segment is one that a child closes.
+            with OPENING:
+                self.segments[key] = _SegmentView(fd, message)
         elif is_same:
             # The peer announces all segments again if this side may have closed some. Now it is
             # the newest one, which stays open.
