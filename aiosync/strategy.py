@@ -22,7 +22,7 @@ from aiosync.tensors.values import (
     is_tensordict,
     set_item,
 )
-from aiosync.tensors.walk import ExtractAs, ModuleTree, collect
+from aiosync.tensors.walk import ExtractAs, Leaves, ModuleTree, collect
 from aiosync.wire import NO_LIMITS
 
 if TYPE_CHECKING:
@@ -117,11 +117,7 @@ class WeightStrategy:
             )
         leaves = collect(weights)
         if not (isinstance(destination, nn.Module) or _is_container(destination)):
-            if leaves.leaves or leaves.values:
-                raise ConfigError(
-                    "Non-empty weights are associated with a non-dict, non-td, non-Module "
-                    "destination."
-                )
+            _refuse_to_drop(leaves)
             return
         if isinstance(destination, Mapping) and not (inplace or is_tensor_collection(destination)):
             raise ConfigError("Cannot update state_dict out of place")
@@ -137,6 +133,14 @@ class WeightStrategy:
 def _is_container(value: object) -> bool:
     """Return True for a mapping, a TensorDict or a tensorclass."""
     return isinstance(value, Mapping) or is_tensor_collection(value)
+
+
+def _refuse_to_drop(weights: Leaves) -> None:
+    """Raise if weights have no destination; none need none."""
+    if weights.leaves or weights.values:
+        raise ConfigError(
+            "Non-empty weights are associated with a non-dict, non-td, non-Module destination."
+        )
 
 
 def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:

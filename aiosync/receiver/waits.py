@@ -178,6 +178,12 @@ class VersionWaits:
                 "updates from being applied: it would wait for ever. Call it after the block"
             )
 
+    def _fetch_again(self, least: int) -> None:
+        """Ask for what was let go meanwhile, or could not be asked for before a late answer."""
+        if self._ledger.lacks_newest and not self._applier.results:
+            self._ledger.want(least)
+            self._fetch()
+
     async def wait_for_first(
         self, welcome: Welcome, *, timeout: float | None, late: SyncTimeout
     ) -> None:
@@ -302,10 +308,7 @@ class VersionWaits:
                 self._check_not_inside("pull", None)
             if applier.model.lets_go:
                 return False
-            if self._ledger.lacks_newest and not applier.results:
-                # The model was let go meanwhile, or the answer about its version came late.
-                self._ledger.want(least)
-                self._fetch()
+            self._fetch_again(least)
             if inbox.version < least or applier.has_staged or applier.lag or coming:
                 return False
             return (inbox.epoch, inbox.version, self._ledger.num_answers) != before

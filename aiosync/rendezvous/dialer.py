@@ -171,19 +171,10 @@ async def _try_each(
     Raises:
         AiosyncError: No attempt succeeded: the error of the only one, or one that names all errors.
     """
-    clock, failed = asyncio.get_running_loop().time, dict[str, AiosyncError]()
+    failed = dict[str, AiosyncError]()
     for number, (address, attempt) in enumerate(attempts.items(), 1):
         others = len(attempts) - number
-        here = left
-        if others:
-            rest = left()
-            # The addresses after this one need a share of the time.
-            seconds = patience if rest is None else min(patience, rest / (others + 1))
-            ends = clock() + seconds
-
-            def here(ends: float = ends) -> float:
-                return max(0.0, ends - clock())
-
+        here = _share_of(left, others + 1, patience) if others else left
         try:
             return await attempt(here, is_redial)
         except AiosyncError as exc:
@@ -195,6 +186,13 @@ async def _try_each(
     # The error of a peer that answered says more than that nobody did.
     told = next((each for each in errors if not _is_unanswered(each)), errors[0])
     raise _join_errors(failed, is_redial) from told
+
+
+def _share_of(left: Left, count: int, most: float) -> Left:
+    """Return the time that is left for the first of some addresses; the others need a share."""
+    clock, rest = asyncio.get_running_loop().time, left()
+    ends = clock() + (most if rest is None else min(most, rest / count))
+    return lambda: max(0.0, ends - clock())
 
 
 def _is_unanswered(error: AiosyncError) -> bool:

@@ -136,9 +136,9 @@ def _choose_idx(
         raise ConfigError(f"worker {asked} connected through the pipe of worker {expected}")
     wanted = asked if expected is None else expected
     if wanted is None:
-        for idx in indices(hello):
-            if holder(idx, hello) is None:
-                return idx
+        free = next((idx for idx in indices(hello) if holder(idx, hello) is None), None)
+        if free is not None:
+            return free
         raise ConnectError(
             f"the sender expects {num_workers} workers, and all of them are connected: set "
             "num_workers=None in init_on_sender() for any number, or end one of them first"

@@ -111,12 +111,7 @@ class FanOut:
         """
         own = _served_address(hello)
         serves = own if self._may_be_named(link, own) else None
-        # The same receiver may come again before its old link is known to have ended.
-        others = {
-            other: address
-            for other, (each, address) in self._admitted.items()
-            if each.session is None or each.session != hello.session
-        }
+        others = self._others_than(hello)
         named = [address for other, address in others.items() if other in ready]
         relays = list(dict.fromkeys(each for each in named if each not in (None, own)))
         count = len(relays) if serves else len(others)
@@ -131,6 +126,17 @@ class FanOut:
 
         self._admitted[link] = hello, serves
         link.channel.call_on_end(forget)
+
+    def _others_than(self, hello: Hello) -> dict[TCPTransport, Address | None]:
+        """Return the links of other receivers, with the address of each that serves.
+
+        The same receiver may come again before its old link is known to have ended.
+        """
+        return {
+            other: address
+            for other, (each, address) in self._admitted.items()
+            if each.session is None or each.session != hello.session
+        }
 
     def _may_be_named(self, link: TCPTransport, address: Address | None) -> bool:
         """Return True if others may be sent on to this address of a relay.

@@ -318,12 +318,16 @@ class WeightServer:
         if model is None or (pushes and not model.is_brought):
             self._check_room()
         if model is None:
-            for unused in [name for name, each in self._models.items() if each.is_unused]:
-                self._models.pop(unused).workers.end()
+            self._drop_unused()
             model = self._new_model(model_id)
         if pushes:
             model.check_trainer(hello)
         return model
+
+    def _drop_unused(self) -> None:
+        """Forget models that no peer uses and that have no weights."""
+        for unused in [name for name, each in self._models.items() if each.is_unused]:
+            self._models.pop(unused).workers.end()
 
     def _check_may_push(self, model_id: str, link: TCPTransport) -> None:
         """Raise if this server follows another one, or the token of the peer is for workers."""

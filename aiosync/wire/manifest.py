@@ -277,14 +277,19 @@ def _check_leaf(entry: Any, offset: int, limits: Limits) -> LeafSpec:
         aliases = tuple(aliases)
     except (TypeError, ValueError, OverflowError) as exc:
         raise InvalidData(f"{where} has a shape or aliases that are none") from exc
+    _check_sizes(where, itemsize, dims, limits)
+    if len(aliases) > MAX_ALIASES:
+        raise InvalidData(f"{where} has more than {MAX_ALIASES} aliases")
+    return LeafSpec(name, dtype, dims, offset, itemsize * math.prod(dims), kind, aliases)
+
+
+def _check_sizes(where: str, itemsize: int, dims: tuple[int, ...], limits: Limits) -> None:
+    """Check the sizes of a tensor."""
     if len(dims) > limits.max_ndim or min(dims, default=0) < 0:
         raise InvalidData(f"{where} has no shape of at most {limits.max_ndim} sizes >= 0")
     # Sizes of 0 count as 1 here, because the strides of an empty tensor must not overflow.
     if itemsize * math.prod(size or 1 for size in dims) > _INT_MAX:
         raise InvalidData(f"{where} is larger than 2**63 - 1 bytes")
-    if len(aliases) > MAX_ALIASES:
-        raise InvalidData(f"{where} has more than {MAX_ALIASES} aliases")
-    return LeafSpec(name, dtype, dims, offset, itemsize * math.prod(dims), kind, aliases)
 
 
 def _check_names(names: list[str], limits: Limits) -> _Steps[None]:

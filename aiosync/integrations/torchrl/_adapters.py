@@ -51,6 +51,7 @@ from aiosync.integrations.torchrl._workers import (
     watch_loading,
 )
 from aiosync.protocol import as_indices
+from aiosync.receiver.guard import Guard
 from aiosync.receiver.scheme_hooks import run_hook
 from aiosync.schemes.internal import (
     belongs_to_torchrl,
@@ -602,7 +603,11 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
         core.strategy.apply_weights(model, extracted, strict=scheme.strict and "warn")
         guard.held = coming  # inside the exclusive section: a read that follows needs the version
 
-    limit = scheme.timeout if timeout is None else timeout
+    _apply_between_reads(guard, apply, scheme.timeout if timeout is None else timeout)
+
+
+def _apply_between_reads(guard: Guard, apply: Callable[[], None], limit: float | None) -> None:
+    """Apply weights while no forward of a collector's own policy runs, or raise SyncTimeout."""
     if not guard.exclusively(apply, timeout=math.inf if limit is None else limit):
         raise SyncTimeout(
             f"the collector collects in another thread, where a forward pass of its policy did not "

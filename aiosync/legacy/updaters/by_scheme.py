@@ -146,8 +146,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         """Connect these workers if need be, and send them the weights, or else the policy's."""
         self._check_open()
         if weights is None:
-            weights = getattr(self.collector, "_fallback_policy", None)
-            weights = self._known("policy", weights)
+            weights = self._known("policy", getattr(self.collector, "_fallback_policy", None))
         indices = self._indices(worker_ids)
         scheme, unreached = self._connect(indices)
         reached = [idx for idx in indices if idx not in unreached]
