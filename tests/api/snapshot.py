@@ -7,6 +7,7 @@ name is defined, nor from which private classes a class inherits its methods.
 from __future__ import annotations
 
 import builtins
+import collections.abc
 import enum
 import functools
 import importlib
@@ -14,6 +15,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,9 @@ def _member(name: str, value: Any, owner: type | None = None) -> str:
 
 
 def _signature(value: Any) -> str:
+    if typing.get_origin(value) is collections.abc.Callable:
+        # Some versions of Python have a signature for an alias of a type, and some have none.
+        return "(...)"
     try:
         return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
     except (TypeError, ValueError):

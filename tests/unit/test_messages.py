@@ -226,11 +226,13 @@ def test_lists_that_lie_about_their_length_cost_next_to_nothing() -> None:
     try:
         refused(b"\x0f\x81\xa6values" + half * 300 + b"\0" * 2000)
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
-        tracemalloc.reset_peak()
         for kind in set(HEADERS) - {"update", "status"}:
             for few in (b"\xdc\x00\x11", b"\x91" * 300, b"\xde\x00\x11", b"\x81\xa1k" * 300):
+                # Python 3.13 collects the errors of the messages before later.
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
                 refused(raw_header(kind, b"\x81\xa1t" + few))
-        assert tracemalloc.get_traced_memory()[1] < 2**17
+                assert tracemalloc.get_traced_memory()[1] - before < 2**17
     finally:
         tracemalloc.stop()
 
