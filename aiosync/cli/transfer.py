@@ -139,11 +139,11 @@ async def _push(
     def left() -> float:
         return max(0.001, timeout - (loop.time() - started))
 
+    # Another file may take the place of this one from the first wait on.
+    nbytes = _check_size(weights, source[0], stored_nbytes(source[0]))
     # The scheme would dial until the timeout if another trainer pushed the model, so ask first.
     status = await client.status(timeout=timeout)
     _refuse_if_taken(status, model_id)
-    # Wrong weights have to be refused before the scheme connects to the server.
-    nbytes = _check_size(weights, source[0], stored_nbytes(source[0]))
     scheme = TCPWeightSyncScheme(
         url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
     )

@@ -535,6 +535,29 @@ async def test_a_push_notices_that_its_file_is_written_to(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("removes", [True, False])
+async def test_a_push_goes_on_with_the_old_file_from_its_first_wait_on(
+    removes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "w.pt"
+    save_weights(path, {"w": torch.zeros(1000)})
+    original = WeightClient.status
+
+    async def status(self: WeightClient, **options: Any) -> Any:
+        if removes:
+            path.unlink()
+        else:
+            save_weights(path, {"w": torch.ones(1)})
+        return await original(self, **options)
+
+    monkeypatch.setattr(WeightClient, "status", status)
+    async with WeightServer(URL) as server:
+        assert await push(path, server.url) == 0
+        pulled = await WeightClient(server.url).pull()
+        assert torch.equal(pulled.mapping()["w"], torch.zeros(1000))
+
+
+@pytest.mark.asyncio
 async def test_a_link_to_nothing_beside_the_weights_is_not_read(tmp_path: Path) -> None:
     save_weights(tmp_path, {"w": torch.zeros(3)})
     (tmp_path / "consolidated.safetensors").symlink_to(tmp_path / "nowhere")

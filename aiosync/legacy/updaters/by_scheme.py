@@ -130,10 +130,10 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         Returns the sending scheme, and the error of each worker that could not be connected.
         """
         scheme = self._scheme or self._open(self._scheme_class, reconnect=0.0)
-        # A call that was given up may have connected its worker later.
-        self._installed.update(scheme.sender_transports)
         connecting = Deliveries()
-        if missing := [idx for idx in indices if idx not in self._installed]:
+        # A call that was given up may have connected its worker later.
+        has_receiver = self._installed | set(scheme.sender_transports)
+        if missing := [idx for idx in indices if idx not in has_receiver]:
             # The copy has no role, so that each worker can make it a receiver.
             workers, own = self._workers(), copy.copy(scheme)
             for idx in missing:
@@ -159,11 +159,12 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         try:
             self.last_report = report = scheme.send(weights, chosen, timeout=seconds)
         except PartialSyncError as exc:
-            if not unreached:
+            # A worker whose call was given up may have connected in time for the send to all.
+            missed = {idx: unreached[idx] for idx in unreached.keys() - exc.acked}
+            if not missed:
                 raise
-            failed = {**unreached, **exc.failed}
+            failed = {**missed, **exc.failed}
             raise PartialSyncError(acked=exc.acked, failed=failed, version=exc.version) from exc
-        # A worker whose call was given up may have connected in time for the send to all.
         if failed := {idx: unreached[idx] for idx in unreached.keys() - report.acked}:
             raise PartialSyncError(acked=report.acked, failed=failed, version=report.version)
 

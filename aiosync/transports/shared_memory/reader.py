@@ -368,15 +368,17 @@ class SlotReader:
             raise RemoteProtocolError("the peer announced shared memory without its descriptor")
         if self._closed:
             self.decline_page()
-        fd, is_kept = self._descriptors.popleft(), False
-        try:
-            if not self._closed:
-                is_kept = self._take_over(fd, message)
-        except (OSError, ValueError) as exc:
-            raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
-        finally:
-            if not is_kept:
-                os.close(fd)
+        # No fork comes before the descriptor is one that a child closes.
+        with OPENING:
+            fd, is_kept = self._descriptors.popleft(), False
+            try:
+                if not self._closed:
+                    is_kept = self._take_over(fd, message)
+            except (OSError, ValueError) as exc:
+                raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
+            finally:
+                if not is_kept:
+                    os.close(fd)
         self._drop_old_segments()
 
     def decline_page(self) -> None:
@@ -404,9 +406,7 @@ class SlotReader:
                 return False
             known.blocks[message.index] = SharedBlock(fd, message, file_of(fd))
         elif known is None:
-            # No fork comes before the segment is one that a child closes.
-            with OPENING:
-                self.segments[key] = _SegmentView(fd, message)
+            self.segments[key] = _SegmentView(fd, message)
         elif is_same:
             # The peer announces all segments again if this side may have closed some. Now it is
             # the newest one, which stays open.
