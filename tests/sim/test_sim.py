@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 
 import pytest
 
-from aiosync.testing.sim import SimulationError, Weather, World, simulate
+from aiosync.testing.sim import Process, SimulationError, Weather, World, simulate
 from tests.sim.mutants import MUTANTS, Mutant
 from tests.sim.mutants import run as run_mutant
 from tests.sim.plans import KINDS, plan_for
@@ -81,6 +82,66 @@ def test_the_error_of_a_program_ends_the_simulation() -> None:
     with pytest.raises(SimulationError, match="(?s)seed 5: of the program.*one starts") as caught:
         simulate(main, seed=5)
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by kill()", "with the simulation"])
+def test_the_error_of_a_task_that_nothing_awaits_ends_the_simulation(ends: str) -> None:
+    async def pump() -> None:
+        raise ValueError("of the task")
+
+    async def program() -> None:
+        asyncio.create_task(pump())  # noqa: RUF006 - nothing holds it
+        await asyncio.sleep(1.0)
+        if ends != "by itself":
+            await asyncio.sleep(1e3)
+
+    async def main(world: World) -> None:
+        process = world.start("one", program())
+        await asyncio.sleep(10.0)
+        if ends == "by kill()":
+            world.kill(process)
+        # The program's end or the kill is enough: main need not end.
+        await asyncio.sleep(1.0 if ends == "with the simulation" else 100.0)
+        assert ends == "with the simulation"
+
+    with pytest.raises(SimulationError, match="seed 1: only the event loop saw an error") as caught:
+        simulate(main, seed=1)
+    assert caught.value.__cause__ is not None
+    assert isinstance(caught.value.__cause__.__cause__, ValueError)
+
+
+def test_an_error_that_a_killed_process_would_have_seen_is_none() -> None:
+    """It is killed after a task of it has failed, and before it sees the error."""
+    failed, seen = list[str](), list[BaseException | None]()
+
+    async def fail() -> None:
+        failed.append("now")
+        raise ValueError("of the task")
+
+    async def watched() -> None:
+        asyncio.create_task(fail()).add_done_callback(lambda task: seen.append(task.exception()))
+        await asyncio.sleep(1e3)
+
+    async def awaited() -> None:
+        with contextlib.suppress(ValueError):
+            await asyncio.create_task(fail())
+        seen.append(None)
+        await asyncio.sleep(1e3)
+
+    async def main(world: World) -> None:
+        processes = [world.start("watched", watched()), world.start("awaited", awaited())]
+
+        def check(process: Process) -> None:
+            if failed and process in processes:
+                failed.clear()
+                world.kill(process)
+
+        world.checks.append(check)
+        await asyncio.sleep(10.0)
+        assert not any(process.is_alive for process in processes)
+
+    simulate(main, seed=1)
+    assert not seen
 
 
 def test_a_wait_for_nothing_is_an_error() -> None:

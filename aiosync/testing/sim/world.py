@@ -158,7 +158,9 @@ class World:
     def _end(self, process: Process) -> None:
         """Drop a process with its sockets and files, and tell those that wait for its end."""
         process.is_alive = False
-        process.ready.clear()
+        # A task that failed, and that nothing refers to any more, reports its error now. Callbacks
+        # in the queue would have seen the error of theirs, so the queue stays as it is.
+        process.tasks = process.unfinished
         self._loop.processes.remove(process)
         self._dead.append(process)
         for sock in self.network.sockets_of(process):
@@ -189,11 +191,15 @@ class World:
             try:
                 task = self._loop.start(process, main)
                 result: _T = self._loop.run_until_complete(task)
+                self._end_all()
+                if self._loop.error is not None:
+                    raise self._loop.error
                 return result
             except Exception as exc:  # raised again, with the trace
                 text = "\n".join(self.trace[-_SHOWN_LINES:])
                 raise SimulationError(f"seed {self.seed}: {exc}\n{text}") from exc
             finally:
+                self._end_all()
                 self._dispose()
                 self._loop.close()
                 if self._loop.files:
@@ -202,14 +208,16 @@ class World:
                     for fd in [*self._loop.files]:
                         os.close(fd)
 
+    def _end_all(self) -> None:
+        for process in [*self._loop.processes]:
+            self._end(process)
+
     def _dispose(self) -> None:
         """Drop the tasks of processes that did not end by themselves.
 
         Their ``finally`` blocks run until they await something, in a process that has no sockets
         and whose callbacks are dropped.
         """
-        for process in [*self._loop.processes]:
-            self._end(process)
         asyncio._set_running_loop(self._loop)
         try:
             for process in self._dead:
