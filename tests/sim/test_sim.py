@@ -144,6 +144,45 @@ def test_an_error_that_a_killed_process_would_have_seen_is_none() -> None:
     assert not seen
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(0), SystemExit("no")])
+def test_a_program_that_is_cancelled_or_exits_ends_the_simulation(error: BaseException) -> None:
+    async def program() -> None:
+        await asyncio.sleep(1.0)
+        raise error
+
+    async def main(world: World) -> str:
+        world.start("one", program())
+        await asyncio.sleep(100.0)
+        return "passed"
+
+    with pytest.raises(SimulationError, match="seed 1: ") as caught:
+        simulate(main, seed=1)
+    assert caught.value.__cause__ is error
+    assert f"one fails: {error!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(0)])
+def test_so_does_main(error: BaseException) -> None:
+    async def main(world: World) -> None:
+        raise error
+
+    with pytest.raises(SimulationError, match="seed 1: ") as caught:
+        simulate(main, seed=1)
+    assert caught.value.__cause__ is error
+
+
+def test_an_outcome_of_pytest_in_a_program_is_that_of_the_simulation() -> None:
+    async def program() -> None:
+        pytest.fail("of the program")
+
+    async def main(world: World) -> None:
+        world.start("one", program())
+        await asyncio.sleep(100.0)
+
+    with pytest.raises(pytest.fail.Exception, match="of the program"):
+        simulate(main, seed=1)
+
+
 def test_a_wait_for_nothing_is_an_error() -> None:
     async def main(world: World) -> None:
         await asyncio.get_running_loop().create_future()

@@ -141,8 +141,11 @@ class World:
         """Run a program to its end, and check that it has left nothing open."""
         try:
             await program
-        except Exception as exc:  # noqa: BLE001 - raised by simulate()
-            self._loop.fail(exc)
+        except BaseException as exc:  # noqa: BLE001 - raised by simulate()
+            # That of a process that was killed is only closed now: see _dispose().
+            if process.is_alive:
+                self.note(f"{process.name} fails: {exc!r}")
+                self._loop.fail(exc)
             return
         own = asyncio.current_task()
         for _ in range(_TURNS):
@@ -195,9 +198,11 @@ class World:
                 if self._loop.error is not None:
                     raise self._loop.error
                 return result
-            except Exception as exc:  # raised again, with the trace
+            except (Exception, asyncio.CancelledError, SystemExit) as exc:
+                # The last two would show neither the seed nor the process.
+                what = exc if isinstance(exc, Exception) else repr(exc)
                 text = "\n".join(self.trace[-_SHOWN_LINES:])
-                raise SimulationError(f"seed {self.seed}: {exc}\n{text}") from exc
+                raise SimulationError(f"seed {self.seed}: {what}\n{text}") from exc
             finally:
                 self._end_all()
                 self._dispose()
