@@ -191,6 +191,27 @@ def test_a_wait_for_nothing_is_an_error() -> None:
         simulate(main, seed=1)
 
 
+@pytest.mark.parametrize("what", ["task", "reader"])
+def test_a_process_that_spins_reaches_the_end_of_the_time(what: str) -> None:
+    async def program() -> None:
+        listening, sock = socket.socket(), socket.socket()
+        listening.bind(("127.0.0.1", 7000))
+        listening.listen()
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, ("127.0.0.1", 7000))
+        if what == "reader":
+            loop.add_reader(listening.fileno(), lambda: None)
+            await asyncio.sleep(1e3)
+        for _ in range(1_000_000):
+            await asyncio.sleep(0)
+
+    async def main(world: World) -> None:
+        await world.ended(world.start("one", program()))
+
+    with pytest.raises(SimulationError, match="the time is up.*one: "):
+        simulate(main, seed=1, max_seconds=0.5)
+
+
 def test_a_task_that_a_process_leaves_is_an_error() -> None:
     left = []
 

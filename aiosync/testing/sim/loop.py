@@ -162,7 +162,10 @@ class SimLoop(asyncio.BaseEventLoop):
         vars(self)["get_debug"] = bool
 
     def _make_task(
-        self, loop: asyncio.AbstractEventLoop, coro: Any, context: Context | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coro: Any,
+        context: Context | None = None,
     ) -> asyncio.Task[Any]:
         """Make a task, which belongs to the process in whose context it is made."""
         process = _process.get(None) if context is None else context.get(_process)
@@ -254,7 +257,8 @@ class SimLoop(asyncio.BaseEventLoop):
         random = self._random.random
         while not self._stopping:
             self.now += random() * _STEP_SECONDS
-            while not (runnable := self._runnable()):
+            # Time passes with each step, so a process that never waits gets there, too.
+            while self.now > self._horizon or not (runnable := self._runnable()):
                 self._advance()
             process = runnable[0]
             if len(runnable) > 1:
@@ -300,7 +304,7 @@ class SimLoop(asyncio.BaseEventLoop):
             *(each.stopped_until for each in self.processes if each.ready or each.is_due),
             math.inf,
         )
-        if when > self._horizon:
+        if max(when, self.now) > self._horizon:
             waiting = [
                 f"{each.name}: {task.get_name()}"
                 for each in self.processes

@@ -346,6 +346,7 @@ def simulate(
         seed: Decides everything that is left to chance: equal seeds give equal runs.
         weather: What happens to connections; by default there are delays and no faults.
         max_seconds: Virtual seconds after which a simulation that has not ended counts as stuck.
+            A program that spins makes about 100,000 steps in each.
 
     Raises:
         SimulationError: A program or a check raised an error, which is the cause; a process left
