@@ -191,6 +191,20 @@ def test_a_wait_for_nothing_is_an_error() -> None:
         simulate(main, seed=1)
 
 
+def test_a_task_gets_the_options_that_its_factory_is_given() -> None:
+    """The tasks of Python 3.14 get their name in this way, for one."""
+
+    async def main(world: World) -> str:
+        loop = asyncio.get_running_loop()
+        factory = loop.get_task_factory()
+        assert factory is not None
+        task = factory(loop, asyncio.sleep(1.0), name="given")
+        await task
+        return task.get_name()
+
+    assert simulate(main, seed=1) == "given"
+
+
 @pytest.mark.parametrize("what", ["task", "reader"])
 def test_a_process_that_spins_reaches_the_end_of_the_time(what: str) -> None:
     async def program() -> None:

@@ -166,10 +166,11 @@ class SimLoop(asyncio.BaseEventLoop):
         loop: asyncio.AbstractEventLoop,
         coro: Any,
         context: Context | None = None,
+        **options: Any,
     ) -> asyncio.Task[Any]:
         """Make a task, which belongs to the process in whose context it is made."""
         process = _process.get(None) if context is None else context.get(_process)
-        task = _Task(coro, loop=self, context=context)
+        task = _Task(coro, loop=self, context=context, **options)
         if process is not None:
             process.tasks.append(task)
             # Rarely, as this looks at all of them.
