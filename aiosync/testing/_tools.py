@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from aiosync.errors import PeerClosed, TransportBroken, TransportClosed
+from aiosync.errors import PeerClosed, RecvTimeout, TransportBroken, TransportClosed
 from aiosync.testing.leaks import LEAK_KINDS, LeakError, assert_no_leaks
 from aiosync.transports.base import Lender, Received, Transport
 from aiosync.types import Capabilities, Limits
@@ -387,11 +387,22 @@ async def deliver(
         return received
 
 
-async def send_all(sender: Transport, payloads: Iterable[bytes], pause: float = 0.0) -> None:
-    """Send the updates 1, 2, ... with these payloads; wait ``pause`` seconds after each."""
+async def send_all(
+    sender: Transport, payloads: Iterable[bytes], pause: float = 0.0, drift: float = 0.0
+) -> None:
+    """Send the updates 1, 2, ... with these payloads; wait ``drift`` seconds longer after each."""
     for version, payload in enumerate(payloads, 1):
         await send(sender, version, payload)
-        await asyncio.sleep(pause)
+        await asyncio.sleep(pause + drift * version)
+
+
+async def keep_trying(receiver: Transport, timeout: float, late: list[RecvTimeout]) -> Received:
+    """Call ``recv()`` with a timeout until it returns; add the errors to ``late``."""
+    while True:
+        try:
+            return await receiver.recv(timeout=timeout)
+        except RecvTimeout as exc:
+            late.append(exc)
 
 
 async def receive_all(receiver: Transport, payloads: Iterable[bytes]) -> None:

@@ -60,6 +60,7 @@ from aiosync.testing._tools import (
     gets,
     intact_or_cut,
     is_blocked,
+    keep_trying,
     link_check,
     pattern,
     receive_all,
@@ -276,17 +277,14 @@ async def check_recv_timeout_loses_nothing(
     sender: Transport, receiver: Transport, tasks: Tasks
 ) -> None:
     """Deadlines that race with messages neither lose nor repeat one."""
-    payloads = [b"x" * version if version % 2 else b"" for version in range(1, 61)]
-
-    async def keep_trying() -> Received:
-        while True:
-            with suppress(RecvTimeout):
-                return await receiver.recv(timeout=0.0004)
-
-    sending = tasks.start(send_all(sender, payloads, pause=0.0007))
+    payloads = [b"x" * version if version % 2 else b"" for version in range(1, 41)]
+    late = list[RecvTimeout]()
+    # A transport may look for a message for 10 ms at least, so the pauses slowly pass this time.
+    sending = tasks.start(send_all(sender, payloads, pause=0.0095, drift=0.00005))
     for version, payload in enumerate(payloads, 1):
-        await arrives(keep_trying(), version, payload)
+        await arrives(keep_trying(receiver, 0.01, late), version, payload)
     await within(sending, "the sender")
+    require(bool(late), "recv(timeout=0.01) waited longer than that for each message")
 
 
 @check()

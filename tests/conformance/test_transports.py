@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from aiosync.errors import PeerClosed
+from aiosync.errors import PeerClosed, RecvTimeout
 from aiosync.testing import (
     CONFORMANCE_CHECKS,
     Check,
@@ -211,6 +211,24 @@ class LosesOnCancel(MPTransport):
         return received
 
 
+class LosesAtDeadline(MPTransport):
+    """Transport that loses a message that arrives at the deadline of a recv()."""
+
+    async def recv(self, *, into=None, timeout=None):
+        if timeout is None:
+            return await super().recv(into=into)
+        receiving = asyncio.ensure_future(super().recv(into=into))
+        try:
+            await asyncio.wait({receiving}, timeout=max(timeout, 0.01))
+            if receiving.done():
+                return receiving.result()
+            await asyncio.sleep(0.002)
+            raise RecvTimeout("late")
+        finally:
+            receiving.cancel()
+            await asyncio.wait({receiving})
+
+
 class NeverYields(MPTransport):
     """Transport whose send() has no checkpoint if the message need not wait."""
 
@@ -250,6 +268,7 @@ class ShowsPayloads(MPTransport):
 WRONG = {
     "repr": ShowsPayloads,
     "cancel_recv_loses_nothing": LosesOnCancel,
+    "recv_timeout_loses_nothing": LosesAtDeadline,
     "checkpoints": NeverYields,
     "payloads": SendsTheFirstBuffer,
     "backpressure": NeverBlocks,
