@@ -258,6 +258,24 @@ def test_a_process_has_a_bounded_number_of(what: str, count: int) -> None:
         simulate(main, seed=1)
 
 
+@pytest.mark.parametrize(("most", "rounds"), [(3, 50), (2, 1)])
+def test_only_tasks_that_have_not_ended_count(most: int, rounds: int) -> None:
+    """The program is a task, too."""
+
+    async def program() -> None:
+        for _ in range(rounds):
+            await asyncio.gather(asyncio.sleep(1.0), asyncio.sleep(2.0))
+
+    async def main(world: World) -> None:
+        process = world.start("one", program())
+        process.most_tasks = most
+        await world.ended(process)
+
+    error = pytest.raises(SimulationError, match="one has 3 tasks: more than 2 at a time")
+    with error if most < 3 else contextlib.nullcontext():
+        simulate(main, seed=1)
+
+
 def test_a_failed_check_ends_the_simulation() -> None:
     async def main(world: World) -> None:
         def check(process: object) -> None:

@@ -173,8 +173,7 @@ class SimLoop(asyncio.BaseEventLoop):
         task = _Task(coro, loop=self, context=context, **options)
         if process is not None:
             process.tasks.append(task)
-            # Rarely, as this looks at all of them.
-            if len(process.tasks) > 2 * process.most_tasks and process.is_alive:
+            if len(process.tasks) > process.most_tasks and process.is_alive:
                 process.tasks = process.unfinished
                 self.limit(process, "tasks", len(process.tasks), process.most_tasks)
         return task
