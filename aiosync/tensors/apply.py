@@ -37,6 +37,7 @@ from aiosync.tensors.views import new_memory
 from aiosync.tensors.walk import (
     Place,
     is_freed,
+    memory_key,
     walk,
 )
 
@@ -262,11 +263,18 @@ class Target:
         found, tree = walk(self.target)
         # The table of a TensorDictParams may have parameters that a walk does not find.
         tensors = [*found.tensors, *(tree.root.parameters() if tree is not None else ())]
+        clones: dict[Any, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for tensor in tensors:
                 if is_ordinary(tensor) and tensor.device.type == "cpu" and tensor.numel():
                     if flat.address <= tensor.data_ptr() < flat.address + flat.nbytes:
-                        tensor.data = tensor.data.clone()
+                        # Two tensors may be tied by their memory alone.
+                        key = memory_key(tensor)
+                        if key in clones:
+                            tensor.data = clones[key]
+                        else:
+                            tensor.data = tensor.data.clone()
+                            clones[key] = tensor.data
 
     def _log_new_memory(self, plan: Plan, viewed: Sequence[torch.Tensor]) -> None:
         """Log once that viewed tensors got new memory: their views keep the old values."""
@@ -413,12 +421,21 @@ def _try_undo(step: Callable[[], object]) -> None:
 
 def _memory_of_moved(plan: Plan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensor whose memory each moved one gets: its source, or a copy of the source."""
+    copies: dict[Any, torch.Tensor] = {}
     return [
-        sources[leaf]
-        if is_view
-        else torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf])
+        sources[leaf] if is_view else _copy_once(sources[leaf], tensor, copies)
         for tensor, leaf, is_view in plan.moves
     ]
+
+
+def _copy_once(
+    source: torch.Tensor, tensor: torch.Tensor, copies: dict[Any, torch.Tensor]
+) -> torch.Tensor:
+    """Return a copy of the source that is like a tensor: one for all that are tied by memory."""
+    key = memory_key(tensor)
+    if key not in copies:
+        copies[key] = torch.empty_like(tensor, requires_grad=False).copy_(source)
+    return copies[key]
 
 
 def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:

@@ -217,6 +217,26 @@ def test_ties_stay_what_they_are_here(
         add_one(source)
 
 
+@pytest.mark.parametrize("then", ["nothing", "another dtype", "shared memory"])
+def test_ties_by_memory_outlive_the_received_memory(then: str) -> None:
+    source, target = Tied(), _with_head(lambda tied: tied.embed.weight.data)
+    receiver = Target(target, strict=False)
+    head, embed = target.head.weight, target.embed.weight
+    buffers = [send(source, receiver, copy=False)]
+    if then == "shared memory":
+        embed.data = embed.data.bfloat16().share_memory_()
+        head.data = embed.data
+        buffers.append(send(source, receiver, copy=False))
+    elif then == "another dtype":
+        buffers.append(send(source.bfloat16(), receiver, copy=False))
+    assert head.data_ptr() == embed.data_ptr()
+    for flat in buffers:
+        receiver.detach_(flat)
+        flat.array[:] = 0xFF
+    assert head.data_ptr() == embed.data_ptr()
+    assert torch.equal(embed, source.embed.weight.to(embed.dtype))
+
+
 def test_tied_here_but_sent_separately(copy: bool) -> None:
     target, value = Tied(), torch.full((5, 3), float("nan"))
     send({"embed.weight": value, "head.weight": value.clone()}, target, copy=copy)
