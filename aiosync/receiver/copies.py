@@ -74,16 +74,22 @@ class _Door:
     """One method of one module, calls of which are reads of its guards.
 
     Args:
-        module: The module; not kept alive.
+        module: The module, which is not kept alive; ``None`` for a copy that is not known yet.
         name: Name of the method.
         before: The module's own attribute of that name, if it had one.
     """
 
-    def __init__(self, module: nn.Module, name: str, before: Any) -> None:
+    def __init__(self, module: nn.Module | None, name: str, before: Any) -> None:
         self.guards: tuple[Guard, ...] = ()
-        self.module = weakref.ref(module)
+        self.module: Callable[[], nn.Module | None]
+        self.module = _nothing if module is None else weakref.ref(module)
         self._name = name
         self._before = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Door:
+        # A module may copy its attributes itself. The copy's methods must not act on the module.
+        before = copy.deepcopy(self._before, memo)
+        return type(self)(memo.get(id(self.module())), self._name, before)
 
     def remove(self, guard: Guard) -> None:
         """Stop entering this guard; restore the module's attribute if no guard is left."""
@@ -103,7 +109,11 @@ class _Door:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method inside a read."""
         module, frame = self.module(), sys._getframe()
-        assert module is not None
+        if module is None:
+            raise ReferenceError(
+                f"{self._name}() of attributes that were copied from a worker's model: copy the "
+                "model itself"
+            )
         guards = self.guards
         for guard in guards:
             guard.enter(frame, computes=False)
@@ -130,18 +140,46 @@ class _Door:
         return method(*args, **kwargs)
 
 
+def _nothing() -> None:
+    """Stand for a weak reference to a module that is not known."""
+
+
+def _remove_doors(table: dict[str, Any], owner: object = None) -> None:
+    """Remove the doors from a module's table, except those that guard its owner."""
+    for door in [each for each in table.values() if isinstance(each, _Door)]:
+        if not (door.guards and door.module() is owner):
+            door.restore(table)
+
+
+def _without_doors(table: Any) -> Any:
+    """Return a copy of a module's table without its doors; other objects stay as they are."""
+    if isinstance(table, dict) and any(isinstance(each, _Door) for each in table.values()):
+        table = {**table}
+        _remove_doors(table)
+    return table
+
+
 class _State(_Door):
     """``__getstate__()``, which every copy and every pickle of a module calls."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module without its doors."""
         state = super().call(module, *args, **kwargs)
-        table, *slots = state if isinstance(state, tuple) else (state,)
-        if isinstance(table, dict):
-            table = {**table}
-            for door in [each for each in table.values() if isinstance(each, _Door)]:
-                door.restore(table)
-        return (table, *slots) if slots else table
+        if isinstance(state, tuple):
+            return tuple(map(_without_doors, state))
+        return _without_doors(state)
+
+
+class _Reduction(_Door):
+    """``__reduce_ex__()``, which may give the attributes of a module without ``_State``."""
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return how the module is made again, without its doors."""
+        found = super().call(module, *args, **kwargs)
+        if isinstance(found, str):
+            return found
+        make, made_of, *state = found
+        return make, tuple(map(_without_doors, made_of)), *map(_without_doors, state)
 
 
 class _DeepCopy(_Door):
@@ -151,7 +189,9 @@ class _DeepCopy(_Door):
         """Copy the module while its weights stay as they are."""
         method = self.method(module)
         if method is not None:
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
+            _remove_doors(getattr(result, "__dict__", {}), result)
+            return result
         [memo] = args
         made: Any = module.__reduce_ex__(4)
         make, made_of, *state = made
@@ -198,5 +238,6 @@ _KINDS: dict[str, type[_Door]] = {
     "load_state_dict": _Change,
     "_apply": _Change,
     "__getstate__": _State,
+    "__reduce_ex__": _Reduction,
     "__deepcopy__": _DeepCopy,
 }

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 
 import aiosync
 from tests.schemes import _harness as harness
@@ -217,6 +219,16 @@ async def test_a_module_that_took_over_the_attributes_of_a_guarded_one() -> None
         assert set(other.state_dict()["weight"].flatten().tolist()) == {5.0}
 
 
+async def test_a_module_that_got_a_copy_of_the_attributes_of_a_guarded_one() -> None:
+    source, target, other = models.linear(3.0), models.linear(), models.linear()
+    async with harness.here(SHM(), target, sender={"model": source}) as (sender, receiver):
+        vars(other).update(copy.deepcopy(vars(target)))
+        assert set(other.weight.flatten().tolist()) == {3.0}
+        with pytest.raises(ReferenceError, match=r"load_state_dict\(\) .*copy the model itself"):
+            other.load_state_dict(models.linear(9.0).state_dict())
+        await harness.deliver(sender, receiver, 5.0)
+
+
 class Deep(nn.Linear):
     """Layer that defines its own deep copy."""
 
@@ -232,6 +244,91 @@ async def test_a_module_that_says_how_it_is_copied() -> None:
         copied = copy.deepcopy([target, target])
         assert type(copied[0]) is nn.Linear and copied[0] is copied[1]
         assert models.filled(copied[0], 3.0)
+
+
+class Updates(nn.Linear):
+    """Layer whose copies take over its attributes, and whose pickles do."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (self.__dict__.copy(), type(self))
+
+
+class Clones(Updates):
+    """Layer whose copies have its attributes, but parameters of their own."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = new = type(self).__new__(type(self))
+        vars(new).update(vars(self), _parameters=copy.deepcopy(self._parameters, memo))
+        return new
+
+
+def rebuilt(table: dict[str, Any], kind: type) -> Any:
+    new = kind.__new__(kind)
+    new.__dict__.update(table)
+    return new
+
+
+def bounded() -> nn.Module:
+    """Return a layer with a parametrization, which gives it a copy function."""
+    model = nn.Linear(4, 2)
+    parametrize.register_parametrization(model, "bias", nn.Tanh(), unsafe=True)
+    return model
+
+
+COPIED: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "parametrized": (bounded, False),
+    "traced": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2))), True),
+    "attributes": (lambda: Updates(4, 2), True),
+    "shallow": (lambda: Clones(4, 2), True),
+}
+"""Models that copy their attributes themselves, and ``True`` if pickle can copy them."""
+
+
+@pytest.mark.parametrize(("build", "pickles"), COPIED.values(), ids=COPIED)
+async def test_a_module_that_copies_its_attributes_itself(build: Any, pickles: bool) -> None:
+    source, target, plain = build(), build(), vars(copy.deepcopy(build())).keys()
+    async with harness.here(SHM(), target, sender={"model": source}) as (sender, receiver):
+        copies = [copy.deepcopy(target), copy.deepcopy(nn.Sequential(target))[0]]
+        copies += [copy.deepcopy(copies[0])]
+        if pickles:
+            copies += [pickle.loads(pickle.dumps(target)), saved(target)]
+        await harness.deliver(sender, receiver, 3.0)
+        own = {name: value + 1 for name, value in target.state_dict().items()}
+        for copied in copies:
+            assert vars(copied).keys() == plain
+            assert next(copied.parameters()) is not next(target.parameters())
+            copied.load_state_dict(own)
+            assert models.filled(copied, 4.0)
+            assert set(copied.state_dict()[next(iter(own))].flatten().tolist()) == {4.0}
+            copied(torch.ones(4))
+        assert models.holds(receiver, 3.0)
+    for copied in copies:
+        async with harness.here(SHM(), copied, sender={"model": source}) as (sender, receiver):
+            await harness.deliver(sender, receiver, 5.0)
+            assert models.filled(copy.deepcopy(copied), 5.0)
+
+
+class Shared(nn.Linear):
+    """Layer that copies of its owner share."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+async def test_a_module_that_is_its_own_copy_stays_guarded() -> None:
+    source, target = models.linear(3.0), Shared(4, 2)
+    async with harness.here(SHM(), target, sender={"model": source}) as (sender, _):
+        for value in (4.0, 5.0, 6.0):
+            target(torch.ones(4))
+            assert copy.deepcopy(target) is target
+            models.fill(source, value)
+            assert (await sender.send()).acked == {0}
+            assert set(target.state_dict()["weight"].flatten().tolist()) == {value}
 
 
 @pytest.mark.parametrize("make", harness.SCHEMES)
