@@ -359,7 +359,8 @@ class Methods:
         That is an error only if the user named the methods.
         """
         try:
-            return type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
+            kind, known = type(owner), vars(type(owner)).get(_OWNER)
+            return kind if known is not None and known() is owner else _own_class(owner)
         except Exception as exc:  # of the user's metaclass or registry
             if self._names is not None:
                 raise ConfigError(f"{name!r} of a {type(owner).__name__}: {exc}") from exc
@@ -376,8 +377,9 @@ class Methods:
                 object.__setattr__(owner, "__class__", kind.__bases__[-1])
 
 
-# Attribute of a class that belongs to one module: the guards that each method enters.
-_GUARDS = "_aiosync_guards"
+# Attributes of a class that belongs to one module: the guards that each method enters, and a weak
+# reference to the module.
+_GUARDS, _OWNER = "_aiosync_guards", "_aiosync_owner"
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
@@ -407,6 +409,9 @@ def _own_class(module: nn.Module) -> type:
     computes with its own weights.
     """
     base: Any = type(module)
+    # Code may make a module of the class that belongs to another one.
+    if _GUARDS in vars(base):
+        base = base.__bases__[-1]
 
     # A copy is not guarded.
     def reduce(self: object, protocol: int) -> Any:
@@ -418,7 +423,7 @@ def _own_class(module: nn.Module) -> type:
         return make, tuple(base if each is kind else each for each in args), *state
 
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {"__reduce_ex__": reduce, _GUARDS: {}}
+    names |= {"__reduce_ex__": reduce, _GUARDS: {}, _OWNER: weakref.ref(module)}
     kind: type = type(base)(base.__name__, (_Unnoticed, base), names)
     object.__setattr__(module, "__class__", kind)
     return kind
@@ -426,10 +431,22 @@ def _own_class(module: nn.Module) -> type:
 
 def _attribute(kind: type, name: str, guards: dict[Guard, type[Guarded]]) -> property:
     """Return a property that gives a method, or the module's own attribute, with its guards."""
+    module = vars(kind)[_OWNER]
+
+    class Attribute(property):
+        """Property that is the method itself on the class."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return getattr(super(kind, owner), name)
+            return super().__get__(instance, owner)
 
     def find(self: Any) -> Any:
         own = vars(self)
         found = own[name] if name in own else getattr(super(kind, self), name)
+        # Another module of this class, as of `type(policy)()`, is not guarded.
+        if module() is not self:
+            return found
         for guard, wrapper in tuple(guards.items()):
             found = wrapper(guard, found, name)
         return found
@@ -447,4 +464,4 @@ def _attribute(kind: type, name: str, guards: dict[Guard, type[Guarded]]) -> pro
     def delete(self: Any) -> None:
         del vars(self)[name]
 
-    return property(get, put, delete)
+    return Attribute(get, put, delete)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import inspect
 import logging
 import pickle
 import threading
@@ -155,6 +156,58 @@ async def test_an_agent_that_defines_how_it_is_called(make: Any, kind: Any) -> N
             await looks_beside_sends(sender, agent, lambda: agent())
             assert isinstance(copy.deepcopy(agent), kind)
     assert type(agent) is kind
+
+
+class Cloning(Agent):
+    """Agent that makes others of its class, one of them when it is copied."""
+
+    def clone(self) -> Cloning:
+        return type(self)()
+
+    def __deepcopy__(self, memo: Any) -> Cloning:
+        return self.clone()
+
+
+@pytest.mark.parametrize("make", [SHM, PIPE])
+@pytest.mark.parametrize("methods", [None, ("look",)])
+async def test_another_model_of_the_class_is_not_guarded(make: Any, methods: Any) -> None:
+    agent = Cloning()
+    async with acting(make, agent, methods=methods) as (sender, worker):
+        for version, clone in enumerate((type(agent)(), agent.clone(), copy.deepcopy(agent)), 2):
+            entered, leave = threading.Event(), threading.Event()
+            clone.between = lambda entered=entered, leave=leave: (entered.set(), leave.wait(9))
+            running = asyncio.ensure_future(asyncio.to_thread(clone.look))
+            await harness.until(entered.is_set)
+            await sender.send()
+            assert await worker.wait_for_version(version, timeout=harness.PATIENCE) == version
+            assert not running.done()
+            leave.set()
+            await running
+            clone.between = list
+        await looks_beside_sends(sender, agent, lambda: agent.look())
+    assert type(pickle.loads(pickle.dumps(clone))) is Cloning
+
+
+@pytest.mark.parametrize("make", [SHM, PIPE])
+async def test_another_model_of_the_class_can_be_guarded_itself(make: Any) -> None:
+    agent = Cloning()
+    async with acting(make, agent):
+        clone = agent.clone()
+        async with acting(make, clone) as (sender, _):
+            await looks_beside_sends(sender, clone, lambda: clone.look())
+            assert type(pickle.loads(pickle.dumps(clone))) is Cloning
+        assert type(clone) is Cloning
+    assert type(agent) is Cloning
+
+
+async def test_the_class_has_the_methods_themselves() -> None:
+    agent = Agent()
+    async with acting(SHM, agent):
+        kind = type(agent)
+        assert kind.look is Agent.look
+        assert inspect.signature(kind.look) == inspect.signature(Agent.look)
+        with pytest.warns(UserWarning, match=r"methods=\['look'\]"):
+            assert kind.look(agent) == agent.look() == (1.0, 1.0)
 
 
 # The first call compiles the method, which takes long.
