@@ -19,6 +19,7 @@ import torch
 
 from aiosync.errors import (
     AiosyncError,
+    ApplyError,
     ConfigError,
     ConnectError,
     LocalProtocolError,
@@ -378,6 +379,7 @@ class AiosyncTrainerEngine:
         """Switch the engine to a staged version, and return the seconds that its loading took."""
         client, began = self.client, time.perf_counter()
         update = {"version": version, "timeout": min(10.0, self._info.activation_timeout / 2)}
+        step = "start"
         try:
             try:
                 self._ask("start", client.start_weight_update)
@@ -386,14 +388,20 @@ class AiosyncTrainerEngine:
                 with contextlib.suppress(AiosyncError):  # the second start reports what is wrong
                     self._ask("finish", client.finish_weight_update)
                 self._ask("start", client.start_weight_update)
+            step = "update"
             self._ask("update", client.update_weights, update)
+            step = "finish"
             loading = time.perf_counter() - began
             label = f"{version}@{scheme.epoch:016x}"  # see span_of()
             self._ask("finish", client.finish_weight_update, label)
-        except AiosyncError as exc:
-            # Another worker may have loaded the version already.
-            if self._info.num_workers > 1:
+        except BaseException as exc:  # raised again, or the worker's own error from it
+            # The engine may have loaded the version, or load it late: then its label would be that
+            # of other weights. A single worker that refuses has put its weights back itself.
+            refused = step == "update" and isinstance(exc, ApplyError)
+            if self._info.num_workers > 1 or not (step == "start" or refused):
                 self._undo(update)
+            if not isinstance(exc, AiosyncError):
+                raise
             worker_error = run_on_loop(scheme, _worker_error(outcome))
             if worker_error is not None:
                 raise worker_error from exc
@@ -401,7 +409,7 @@ class AiosyncTrainerEngine:
         return loading
 
     def _undo(self, update: dict[str, Any]) -> None:
-        """End a failed update, and let workers of other engines that have loaded it undo that."""
+        """End a failed update, and let the workers that have loaded it, or still do, undo that."""
         # Workers that refused the update refuse this, too. activate() raises their first error.
         with contextlib.suppress(AiosyncError):
             self._ask("update", self.client.update_weights, {**update, "undo": True})

@@ -370,6 +370,68 @@ def test_refusal_comes_back(engine: _Engine) -> None:
         assert trainer.active_version == 2
 
 
+class _Late(_Engine):
+    """Engine that makes one call at a time, and can take long to load and fail to finish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self.finish_error: BaseException | None = None
+        self._turn = threading.Lock()
+        self._before: dict[str, torch.Tensor] = {}
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        with self._turn:
+            if update_info.get("undo"):
+                self.calls.append("undo")
+                self.weights = self._before
+                return
+            self._before = self.weights
+            time.sleep(self.seconds)
+            super().update_weights(update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        with self._turn:
+            super().finish_weight_update(weight_version)
+            error, self.finish_error = self.finish_error, None
+            if error is not None:
+                raise error
+
+
+@pytest.mark.parametrize(
+    ("finish_error", "expected"),
+    [
+        (None, aiosync.SyncTimeout),
+        (RuntimeError("not now"), aiosync.ApplyError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=["late", "refused", "interrupted"],
+)
+def test_an_update_that_failed_after_it_was_sent_is_undone(
+    finish_error: BaseException | None, expected: type[BaseException]
+) -> None:
+    """A load that ends after its deadline must not leave new weights under the old label."""
+    engine, first, third = _Late(), make_weights(1), make_weights(3)
+    # The undo waits for the late load, in a deadline of its own.
+    limit = 10.0 if finish_error else 1.0
+    info = AiosyncTrainerInitInfo(rank=0, timeout=10.0, activation_timeout=limit)
+    try:
+        with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
+            trainer.send_weights(first)
+            engine.seconds = 0.0 if finish_error else 1.5
+            engine.finish_error = finish_error
+            with pytest.raises(expected):
+                trainer.send_weights(make_weights(2))
+            assert "undo" in engine.calls and engine.calls[-1] == "resume"
+            assert as_bytes(engine.weights) == as_bytes(first)
+            assert trainer.active_version == 1
+            engine.seconds = 0.0
+            trainer.send_weights(third)
+            assert as_bytes(engine.weights) == as_bytes(third)
+    finally:
+        engine.close()
+
+
 def test_not_inside_a_loop(engine: _Engine) -> None:
     async def inside() -> None:
         with pytest.raises(aiosync.LocalProtocolError, match="to_thread"):
