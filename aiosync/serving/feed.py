@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import math
 import time
 import weakref
@@ -118,6 +119,8 @@ class WeightFeed:
         self._in_thread = model is None or scheme.apply_copy or not scheme.strict
         # Number of calls of start() without their aclose().
         self._num_starts = 0
+        # The switch that is under way: a load that outlasts its run ends in its own switch.
+        self._swap: Swap | None = None
         self._reset()  # so that wrong arguments raise here and not in start()
         self._scheme.abort()
 
@@ -128,8 +131,8 @@ class WeightFeed:
         life_of(self._scheme).meter = life_of(self._config).meter
         self._scheme.apply = "manual"
         follow(self._scheme, longest_pause=self.max_pause)
-        self._scheme.init_on_receiver(**self._init, hooks=SchemeHooks(applied=self._on_flip))
-        self._swap: Swap | None = None  # the switch that is under way
+        applied = functools.partial(self._on_flip, self._scheme)
+        self._scheme.init_on_receiver(**self._init, hooks=SchemeHooks(applied=applied))
         self._thread = WorkerThread("aiosync-apply")
         self._tasks = TaskOwner(self._on_crash)
         self._receiver: WeightReceiver | None = None  # it survives the loss of a link
@@ -404,21 +407,23 @@ class WeightFeed:
             return False
         return True
 
-    def _on_flip(self, epoch: int, version: int) -> None:
+    def _on_flip(self, scheme: WeightSyncScheme, epoch: int, version: int) -> None:
         """Activate the version that the model now has at the gate. Called on any thread.
 
         It is called before the trainer gets its ack, so the gate never knows less than the trainer.
         """
         if asyncio._get_running_loop() is self._loop:
-            self._activate(epoch, version)
+            self._activate(scheme, epoch, version)
         else:
-            self._loop.call_soon_threadsafe(self._activate, epoch, version)
+            self._loop.call_soon_threadsafe(self._activate, scheme, epoch, version)
 
-    def _activate(self, epoch: int, version: int) -> None:
+    def _activate(self, scheme: WeightSyncScheme, epoch: int, version: int) -> None:
         """Have the gate serve the version that the switch under way has put into the model."""
         if self._swap is None:
             return  # the feed was closed, or a forward completed an apply that was interrupted
-        if self.gate.waits_for:  # the version may be from another trainer than at the handshake
+        # The version may be from another trainer than at the handshake. One of an earlier run says
+        # nothing about the source that this run has reached.
+        if self.gate.waits_for and scheme is self._scheme:
             self._catch_up(epoch)
         self._swap.activate(version, epoch)
         self._activated_at = time.monotonic()

@@ -424,6 +424,33 @@ async def test_a_load_that_outlasts_its_feed_ends_no_later_one(address: str) -> 
             assert feed.status.connected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "another"])
+async def test_a_load_that_outlasts_its_feed_names_its_version(
+    comes_back: bool, address: str
+) -> None:
+    source, engine = models.linear(), Held(2)
+    feed = feed_of(address, load=engine.load)
+    async with trainer(source, address) as scheme:
+        async with feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            scheme.send_nowait()
+            await until(engine.entered.is_set)
+        scheme.abort()
+    async with contextlib.AsyncExitStack() as stack:
+        if comes_back:
+            scheme = await stack.enter_async_context(trainer(source, address))
+        await stack.enter_async_context(feed)
+        if not comes_back:
+            engine.go_on.set()
+            assert await admitted(feed, timeout=PATIENCE) == 2
+            return
+        await until(lambda: feed.status.connected)
+        engine.go_on.set()
+        # The load leaves weights of the old source, for which the new one is not known.
+        assert (await admitted(feed, timeout=PATIENCE), feed.epoch) == (1, scheme.epoch)
+
+
 async def test_mistakes() -> None:
     scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9")
     for wrong_target in ({}, {"model": nn.Linear(1, 1), "load": print}):
