@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import shutil
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from typing import Any, Final
 
 import torch
 
+from aiosync._log import log
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.protocol import finite_or_none
 from aiosync.receiver.scheme_hooks import SchemeHooks
@@ -207,6 +209,8 @@ class VLLMAdapterReceiver:
                 "construct a VLLMAdapterReceiver in the event loop of the engine"
             ) from None
         self._engine, self._load_timeout = engine, load_timeout
+        # True from a removal that failed until one that succeeds.
+        self._fails_to_remove = False
         if folder is None and Path("/dev/shm").is_dir():
             folder = "/dev/shm"
         self._folder = Path(tempfile.mkdtemp(prefix="aiosync-lora-", dir=folder))
@@ -247,10 +251,7 @@ class VLLMAdapterReceiver:
         from vllm.lora.request import LoRARequest
 
         for old in self._versions.old():
-            # If this fails, the update is refused, and the next one tries it again.
-            self._wait(self._engine.remove_lora(old.request.lora_int_id))
-            self._versions.remove(old)
-            shutil.rmtree(old.request.lora_path, ignore_errors=True)
+            self._remove(old)
         adapter, number = self._versions.make(), next(_numbers)
         path = self._folder / str(number)
         path.mkdir()
@@ -268,6 +269,22 @@ class VLLMAdapterReceiver:
             raise
         self._versions.add(dataclasses.replace(adapter, request=request))
         return []  # The scheme itself has nothing to apply.
+
+    def _remove(self, old: Adapter) -> None:
+        """Have the engine remove an adapter; raise if it fails, and did not fail before."""
+        try:
+            self._wait(self._engine.remove_lora(old.request.lora_int_id))
+            self._fails_to_remove = False
+        except Exception as exc:
+            # The first failure refuses the update, and the next one tries it again. But an engine
+            # that was restarted knows no old adapter, and must get new ones all the same.
+            if not isinstance(exc, LookupError) and not self._fails_to_remove:
+                self._fails_to_remove = True
+                raise
+            text = f"the engine did not remove the adapter {old.name!r}, which is given up"
+            log(logging.WARNING, "adapter", text, model=None, error=exc)
+        self._versions.remove(old)
+        shutil.rmtree(old.request.lora_path, ignore_errors=True)
 
     def _wait(self, loading: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the engine's loop; return its result, or raise after the timeout."""

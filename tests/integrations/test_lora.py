@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import math
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,30 +246,70 @@ def count_folders(folder: Path) -> int:
     return len(list(folder.glob("*/*")))
 
 
+@contextlib.asynccontextmanager
+async def loading_into(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> AsyncIterator[tuple[Any, Any]]:
+    """Yield a trainer's scheme, and the receiver that keeps one old version in the engine."""
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.lora.request"], "LoRARequest", Request, raising=False)
+    config = {"r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+    sender = aiosync.TCPWeightSyncScheme(free_address(), token="t" * 32, guard="reading")
+    sender.init_on_sender(num_workers=1)
+    worker = copy.copy(sender)
+    adapters = VLLMAdapterReceiver(
+        worker, engine, config, keep=1, folder=folder, worker_idx=0, **options
+    )
+    async with sender, worker:
+        await asyncio.gather(sender.connect(), worker.connect(initial=False))
+        yield sender, adapters
+    adapters.close()
+
+
+@pytest.mark.asyncio
+async def test_a_restarted_engine_takes_the_next_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An engine that knows none of the old adapters cannot remove them, and need not."""
+    engine, weights = Engine(), {"q.lora_A.weight": torch.zeros(1, 4)}
+    async with loading_into(engine, tmp_path, monkeypatch) as (sender, adapters):
+        for _ in range(2):
+            await sender.send(weights)
+        engine.loaded.clear()
+        engine.fails = KeyError(1)
+        for version in (3, 4, 5):
+            assert (await sender.send(weights)).acked == {0}
+            assert adapters.newest.version == version
+        assert len(engine.loaded) == 3 and count_folders(tmp_path) == 2
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_removes_nothing_any_more_refuses_one_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine, weights = Engine(), {"q.lora_A.weight": torch.zeros(1, 4)}
+    async with loading_into(engine, tmp_path, monkeypatch) as (sender, adapters):
+        for _ in range(2):
+            await sender.send(weights)
+        engine.fails = RuntimeError("unknown adapter")
+        with pytest.raises(aiosync.PartialSyncError, match="unknown adapter"):
+            await sender.send(weights)
+        for version in (4, 5, 6):
+            assert (await sender.send(weights)).acked == {0}
+            assert adapters.newest.version == version
+            # The files do not become more and more.
+            assert count_folders(tmp_path) == 2
+
+
 @pytest.mark.parametrize("load_timeout", [60.0, math.inf])
 @pytest.mark.asyncio
 async def test_an_adapter_that_was_not_removed_is_removed_with_the_next_version(
     load_timeout: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setattr(sys.modules["vllm.lora.request"], "LoRARequest", Request, raising=False)
-    engine, config = Engine(), {"r": 1, "lora_alpha": 1, "target_modules": ["q"]}
-    sender = aiosync.TCPWeightSyncScheme(free_address(), token="t" * 32, guard="reading")
-    sender.init_on_sender(num_workers=1)
-    worker = copy.copy(sender)
-    adapters = VLLMAdapterReceiver(
-        worker,
-        engine,
-        config,
-        keep=1,
-        folder=tmp_path,
-        load_timeout=load_timeout,
-        worker_idx=0,
-    )
-    weights = {"q.lora_A.weight": torch.zeros(1, 4)}
-    async with sender, worker:
-        await asyncio.gather(sender.connect(), worker.connect(initial=False))
+    engine, weights = Engine(), {"q.lora_A.weight": torch.zeros(1, 4)}
+    options = {"load_timeout": load_timeout}
+    async with loading_into(engine, tmp_path, monkeypatch, **options) as (sender, adapters):
         for _ in range(2):
             await sender.send(weights)
         engine.fails = RuntimeError("busy")
@@ -280,5 +321,4 @@ async def test_an_adapter_that_was_not_removed_is_removed_with_the_next_version(
         newest = adapters.newest
         assert newest is not None and newest.version == 5
         assert len(engine.loaded) == count_folders(tmp_path) == 2
-    adapters.close()
     assert not count_folders(tmp_path)
