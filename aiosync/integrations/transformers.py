@@ -69,7 +69,8 @@ class ContinuousBatchingReceiver:
     update is complete and verified, applies it, and lets the manager go on with its requests. While
     the manager is stopped, updates are applied at once. An update that the model refuses changes
     nothing, and the trainer gets the error. When the trainer is lost, the manager goes on with the
-    version that it has, and this object dials the trainer until it answers.
+    version that it has, and this object dials the trainer until it answers. Calls of the scheme
+    that wait for a version apply none themselves.
 
     Any thread that runs no event loop may use it.
 

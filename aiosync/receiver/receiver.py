@@ -82,6 +82,8 @@ class WeightReceiver:
             with the error, and with a value that changes whenever a link is of use.
         takes_deltas: As for :class:`UpdateReader`.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
+        waits_apply: With ``apply="manual"``, calls that wait for an applied update have it applied;
+            false if the owner of the model applies each in its own way.
         outage: Decides what reads do without a trainer.
         log: Called with an event in a word, a sentence, the version and the level.
 
@@ -113,6 +115,7 @@ class WeightReceiver:
         | None = None,
         takes_deltas: bool = False,
         promises: bool = True,
+        waits_apply: bool = True,
         outage: Outage,
         meter: Meter,
         log: Callable[..., None] = lambda *told: None,
@@ -173,6 +176,7 @@ class WeightReceiver:
             self.ledger,
             self.updates,
             outage,
+            may_apply=waits_apply,
             check=self.check,
             fetch=self._fetch,
         )

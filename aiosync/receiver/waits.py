@@ -38,6 +38,8 @@ class VersionWaits:
         ledger: The versions that the model wants, has and refused.
         updates: Reads the word of a link, and sets the bell beside it.
         outage: Has the reason of a cut-off worker.
+        may_apply: Calls of the program have the staged update applied, also with
+            ``apply="manual"``; false if they leave that to the owner of the model.
         check: Raises the error that ended the link, if it has ended.
         fetch: Asks the trainer for the versions that :meth:`pull` wants.
 
@@ -54,6 +56,7 @@ class VersionWaits:
         updates: UpdateReader,
         outage: Outage,
         *,
+        may_apply: bool,
         check: Callable[[], None],
         fetch: Callable[[], None],
     ) -> None:
@@ -64,6 +67,7 @@ class VersionWaits:
         self._ledger = ledger
         self._updates = updates
         self._outage = outage
+        self._may_apply = may_apply
         self._check = check
         self._fetch = fetch
         self._loop = asyncio.get_running_loop()
@@ -216,7 +220,9 @@ class VersionWaits:
         self._outage.check()
         self._check_not_inside("receive", timeout, arrived)
         try:
-            await self.wait_until(arrived, timeout=timeout, late=RecvTimeout(), applied=True)
+            await self.wait_until(
+                arrived, timeout=timeout, late=RecvTimeout(), applied=self._may_apply
+            )
         except RecvTimeout:
             # A hook that raised a RecvTimeout has ended the receiver.
             self._check()
@@ -253,9 +259,9 @@ class VersionWaits:
             self.check_refused(version)
             return False
 
-        applied = not staged
-        if applied:
+        if not staged:
             self._check_not_inside("wait_for_version", timeout, reached)
+        applied = self._may_apply and not staged
         await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=applied)
         return max(version, newest())
 
@@ -278,7 +284,9 @@ class VersionWaits:
             return False
 
         self._check_not_inside("wait_lag_below", timeout, reached)
-        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=True)
+        await self.wait_until(
+            reached, timeout=timeout, late=late, waiting=waiting, applied=self._may_apply
+        )
         return self._applier.lag
 
     async def pull(
@@ -313,5 +321,7 @@ class VersionWaits:
                 return False
             return (inbox.epoch, inbox.version, self._ledger.num_answers) != before
 
-        await self.wait_until(arrived, timeout=timeout, late=late, waiting=waiting, applied=True)
+        await self.wait_until(
+            arrived, timeout=timeout, late=late, waiting=waiting, applied=self._may_apply
+        )
         return inbox.version

@@ -59,11 +59,12 @@ def publish_with(
 
 
 def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
-    """Have a receiver look for its sender for ever.
+    """Have a receiver look for its sender for ever, and leave each update to its integration.
 
     No error ends the search, and each lost link is replaced: there is one receiver for all links.
+    A call of the user's that waits for a version has none applied.
     """
-    _change_terms(scheme, gives_up=False, longest_pause=longest_pause)
+    _change_terms(scheme, gives_up=False, longest_pause=longest_pause, waits_apply=False)
     if isinstance(scheme, StreamScheme):
         scheme.reconnect = None
 

@@ -52,6 +52,7 @@ class WorkerTerms:
         gives_up: True if a final error, or a lost link that is not restored in time, ends the
             search for a trainer.
         longest_pause: Seconds between two attempts to meet the trainer, instead of the fabric's.
+        waits_apply: As for :class:`WeightReceiver`.
     """
 
     hooks: SchemeHooks = dataclasses.field(default_factory=SchemeHooks)
@@ -60,6 +61,7 @@ class WorkerTerms:
     ranked: bool = False
     gives_up: bool = True
     longest_pause: float | None = None
+    waits_apply: bool = True
 
 
 class Worker:
@@ -319,6 +321,7 @@ class Worker:
             else functools.partial(kept.reconnect, seconds=lasting),
             takes_deltas=fabric.takes_deltas(scheme),
             promises=fabric.promises,
+            waits_apply=self.terms.waits_apply,
             outage=self._outage,
             meter=life.meter,
             log=life.log,

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,6 +231,29 @@ def test_spans_of_requests_between_updates() -> None:
             span = receiver.span_of(output)
             assert (span.first, span.last) == (version, version)
             assert span.runs == ((version, 6),)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda scheme: scheme.wait_for_version(2, timeout=PATIENCE),
+        lambda scheme: scheme.receive(timeout=PATIENCE),
+        lambda scheme: scheme.pull(min_version=2, timeout=PATIENCE),
+    ],
+    ids=["wait_for_version", "receive", "pull"],
+)
+def test_calls_that_wait_leave_the_update_to_the_pause(call: Any) -> None:
+    with following() as (source, trainer, manager, receiver):
+        receiver.scheme.receive(timeout=0)  # reports the first version
+        generate(manager, [PROMPT])
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(call, receiver.scheme)
+            time.sleep(0.3)
+            change(source, 7)
+            trainer.send(timeout=PATIENCE)
+            waiting.result(PATIENCE)
+        assert receiver.version == 2
+        assert generate(manager, [PROMPT]) == fresh_answers(source, [PROMPT])
 
 
 def refuse_third(weights: Any) -> Any:
