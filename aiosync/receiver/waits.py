@@ -39,7 +39,7 @@ class VersionWaits:
         updates: Reads the word of a link, and sets the bell beside it.
         outage: Has the reason of a cut-off worker.
         may_apply: Calls of the program have the staged update applied, also with
-            ``apply="manual"``; false if they leave that to the owner of the model.
+            ``apply="manual"``; false if they leave that to the owner of the model. May be assigned.
         check: Raises the error that ended the link, if it has ended.
         fetch: Asks the trainer for the versions that :meth:`pull` wants.
 
@@ -67,7 +67,7 @@ class VersionWaits:
         self._ledger = ledger
         self._updates = updates
         self._outage = outage
-        self._may_apply = may_apply
+        self.may_apply: bool = may_apply
         self._check = check
         self._fetch = fetch
         self._loop = asyncio.get_running_loop()
@@ -221,7 +221,7 @@ class VersionWaits:
         self._check_not_inside("receive", timeout, arrived)
         try:
             await self.wait_until(
-                arrived, timeout=timeout, late=RecvTimeout(), applied=self._may_apply
+                arrived, timeout=timeout, late=RecvTimeout(), applied=self.may_apply
             )
         except RecvTimeout:
             # A hook that raised a RecvTimeout has ended the receiver.
@@ -261,7 +261,7 @@ class VersionWaits:
 
         if not staged:
             self._check_not_inside("wait_for_version", timeout, reached)
-        applied = self._may_apply and not staged
+        applied = self.may_apply and not staged
         await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=applied)
         return max(version, newest())
 
@@ -285,7 +285,7 @@ class VersionWaits:
 
         self._check_not_inside("wait_lag_below", timeout, reached)
         await self.wait_until(
-            reached, timeout=timeout, late=late, waiting=waiting, applied=self._may_apply
+            reached, timeout=timeout, late=late, waiting=waiting, applied=self.may_apply
         )
         return self._applier.lag
 
@@ -322,6 +322,6 @@ class VersionWaits:
             return (inbox.epoch, inbox.version, self._ledger.num_answers) != before
 
         await self.wait_until(
-            arrived, timeout=timeout, late=late, waiting=waiting, applied=self._may_apply
+            arrived, timeout=timeout, late=late, waiting=waiting, applied=self.may_apply
         )
         return inbox.version

@@ -28,6 +28,7 @@ __all__ = [
     "change_hooks",
     "follow",
     "is_ranked",
+    "leave_applying",
     "life_of",
     "link_to_trainer",
     "meet_at",
@@ -62,11 +63,18 @@ def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
     """Have a receiver look for its sender for ever, and leave each update to its integration.
 
     No error ends the search, and each lost link is replaced: there is one receiver for all links.
-    A call of the user's that waits for a version has none applied.
     """
-    _change_terms(scheme, gives_up=False, longest_pause=longest_pause, waits_apply=False)
+    leave_applying(scheme)
+    _change_terms(scheme, gives_up=False, longest_pause=longest_pause)
     if isinstance(scheme, StreamScheme):
         scheme.reconnect = None
+
+
+def leave_applying(scheme: WeightSyncScheme) -> None:
+    """Have the user's calls that wait for a version apply none: the integration does that."""
+    _change_terms(scheme, waits_apply=False)
+    if (receiver := scheme._life.receiver) is not None:
+        receiver.waits.may_apply = False
 
 
 def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:

@@ -89,6 +89,19 @@ def test_servers_of_one_trainer_have_an_index_each(generation: Any) -> None:
         sending.join(PATIENCE)
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_call_that_waits_leaves_the_update_to_the_server(name: str) -> None:
+    """Every label is that of the weights, also if a call waits for them meanwhile."""
+    with serving(name) as (sender, trained, server, client):
+        _, before = ask(client)
+        for number in range(1, 11):
+            set_value(trained, float(number))
+            sender.send_async()
+            server.weight_sync.wait_for_version(1 + number, timeout=PATIENCE)
+            assert ask(client) == (float(number), before + number)
+            sender.wait_async()
+
+
 @contextmanager
 def warned(client: Any, text: str, answer: tuple[float, int]) -> Iterator[None]:
     """Check that the server's thread warns soon after the block, and answers as before."""

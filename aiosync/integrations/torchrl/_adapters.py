@@ -57,6 +57,7 @@ from aiosync.schemes.internal import (
     belongs_to_torchrl,
     change_hooks,
     is_ranked,
+    leave_applying,
     life_of,
     name_by_rank,
     separate,
@@ -651,6 +652,7 @@ class ServerOwner(TorchRLOwner):
         self._ended = False  # True once a warning has said that the trainer is gone
         # Updates have to be applied under the server's lock, whoever gave the scheme its role.
         scheme.apply = "manual"
+        leave_applying(core_of(scheme))
         if getattr(server, "static_batch_size", None) is not None:
             scheme.apply_copy = True  # a CUDA graph reads the weights at fixed addresses
         receiver = life_of(core_of(scheme)).receiver
@@ -708,9 +710,15 @@ class ServerOwner(TorchRLOwner):
         scheme, server = call.scheme, call.owned
         # The server asks before every batch, so return without a call to the other thread if there
         # is nothing to apply.
-        if call.given.get("timeout") == 0 and self._has_no_news(scheme):
+        is_polling = call.given.get("timeout") == 0
+        if is_polling and self._has_no_news(scheme):
             return None
         try:
+            receiver = life_of(core_of(scheme)).receiver
+            if is_polling and receiver is not None:
+                # A forward outside of the server's lock is not waited for: the server asks again.
+                with contextlib.suppress(SyncTimeout):
+                    receiver.applier.apply_pending(patience=0.0)
             update = call.proceed()
         except ApplyError as exc:
             warnings.warn(f"the server refused an update: {exc}", RuntimeWarning, stacklevel=2)
