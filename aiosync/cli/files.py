@@ -312,11 +312,11 @@ def _find_weights(path: str, loaded: Any, note: Callable[[str], None] | None) ->
         raise ConfigError(
             f"{path}: holds a {type(loaded).__name__}, not a state dict; save model.state_dict()"
         )
-    for key in _INSIDE:
-        if isinstance(loaded.get(key), Mapping) and _is_state_dict(loaded[key]):
-            if note is not None:
-                note(f"{path}: used the state dict under {key!r}")
-            return dict(loaded[key])
+    key = _key_inside(loaded)
+    if key is not None:
+        if note is not None:
+            note(f"{path}: used the state dict under {key!r}")
+        return dict(loaded[key])
     if not _is_state_dict(loaded):
         keys = ", ".join(repr(key)[:40] for key in list(loaded)[:8]) or "nothing"
         raise ConfigError(
@@ -324,6 +324,12 @@ def _find_weights(path: str, loaded: Any, note: Callable[[str], None] | None) ->
             f"{', '.join(_INSIDE)}; it has {keys}. Save model.state_dict()"
         )
     return dict(loaded)
+
+
+def _key_inside(loaded: Mapping[Any, Any]) -> str | None:
+    """Return the known entry of a checkpoint that is a state dict; ``None`` without one."""
+    inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping)]
+    return next((key for key in inside if _is_state_dict(loaded[key])), None)
 
 
 def _is_state_dict(value: Mapping[Any, Any]) -> bool:

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NoReturn, TypeAlias, TypeVar
 
 from aiosync.errors import (
     AiosyncError,
@@ -179,6 +179,11 @@ async def _try_each(
             return await attempt(here, is_redial)
         except AiosyncError as exc:
             failed[address] = without_frames(exc)
+    _raise_joined(failed, is_redial)
+
+
+def _raise_joined(failed: Mapping[str, AiosyncError], is_redial: bool) -> NoReturn:
+    """Raise one error for attempts that failed at all addresses."""
     errors = list(failed.values())
     # All attempts may raise the same error, kept from the link before, and not of their addresses.
     if all(each is errors[0] for each in errors):

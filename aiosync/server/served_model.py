@@ -474,12 +474,9 @@ class ServedModel:
         Their last chunk waits until the whole is served. Deltas are made of whole updates.
         """
         partial, workers, early = self._updates.partial, self.workers, self._early
-        if partial is None or workers.deltas is not None or self._ending:
+        if partial is None or not self._may_pass_on(*partial[:2]):
             return
-        epoch, version, nbytes = partial
-        # Links change to another epoch only when a whole version of it is served.
-        if epoch != self._epoch or version <= self.version:
-            return
+        _, version, nbytes = partial
         links = [each for each in workers.links.values() if each.is_free_for(version)]
         # Also if no worker begins now: those that began before learn how much has arrived.
         if links or early is not None:
@@ -487,6 +484,13 @@ class ServedModel:
         if early is not None:
             for link in links:
                 link.offer(early)
+
+    def _may_pass_on(self, epoch: int, version: int) -> bool:
+        """Return True if workers may get the version before the whole of it is served."""
+        if self.workers.deltas is not None or self._ending:
+            return False
+        # Links change to another epoch only when a whole version of it is served.
+        return epoch == self._epoch and version > self.version
 
     def _share_early(self, version: int, nbytes: int) -> Snapshot | None:
         """Return the early snapshot of the update that arrives, with ``nbytes`` verified.

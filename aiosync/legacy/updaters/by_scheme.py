@@ -142,11 +142,16 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             self._installed |= connecting.acked
         return scheme, connecting.failed
 
+    def _given_or_known(self, weights: Any) -> Any:
+        """Return the weights of an update, or else those of the collector's policy."""
+        if weights is not None:
+            return weights
+        return self._known("policy", getattr(self.collector, "_fallback_policy", None))
+
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
         """Connect these workers if need be, and send them the weights, or else the policy's."""
         self._check_open()
-        if weights is None:
-            weights = self._known("policy", getattr(self.collector, "_fallback_policy", None))
+        weights = self._given_or_known(weights)
         indices = self._indices(worker_ids)
         scheme, unreached = self._connect(indices)
         reached = [idx for idx in indices if idx not in unreached]
