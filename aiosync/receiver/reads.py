@@ -433,14 +433,6 @@ def _attribute(kind: type, name: str, guards: dict[Guard, type[Guarded]]) -> pro
     """Return a property that gives a method, or the module's own attribute, with its guards."""
     module = vars(kind)[_OWNER]
 
-    class Attribute(property):
-        """Property that is the method itself on the class."""
-
-        def __get__(self, instance: Any, owner: type | None = None) -> Any:
-            if instance is None:
-                return getattr(super(kind, owner), name)
-            return super().__get__(instance, owner)
-
     def find(self: Any) -> Any:
         own = vars(self)
         found = own[name] if name in own else getattr(super(kind, self), name)
@@ -464,4 +456,4 @@ def _attribute(kind: type, name: str, guards: dict[Guard, type[Guarded]]) -> pro
     def delete(self: Any) -> None:
         del vars(self)[name]
 
-    return Attribute(get, put, delete)
+    return property(get, put, delete)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import inspect
 import logging
 import pickle
 import threading
@@ -198,16 +197,6 @@ async def test_another_model_of_the_class_can_be_guarded_itself(make: Any) -> No
             assert type(pickle.loads(pickle.dumps(clone))) is Cloning
         assert type(clone) is Cloning
     assert type(agent) is Cloning
-
-
-async def test_the_class_has_the_methods_themselves() -> None:
-    agent = Agent()
-    async with acting(SHM, agent):
-        kind = type(agent)
-        assert kind.look is Agent.look
-        assert inspect.signature(kind.look) == inspect.signature(Agent.look)
-        with pytest.warns(UserWarning, match=r"methods=\['look'\]"):
-            assert kind.look(agent) == agent.look() == (1.0, 1.0)
 
 
 # The first call compiles the method, which takes long.
