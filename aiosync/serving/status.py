@@ -116,10 +116,10 @@ def status_of(
     """
     now, version = time.monotonic(), gate.version
     refusing = None if receiver is None else receiver.ledger.refusing
-    reason = "; ".join(text for _, text in causes)
+    state, reason = ended or (_state_of(gate, causes), "; ".join(text for _, text in causes))
     return FeedStatus(
-        state=ended[0] if ended else _state_of(gate, causes),
-        reason=ended[1] if ended else reason,
+        state=state,
+        reason=reason,
         epoch=gate.epoch,
         version=version,
         newest=version if receiver is None else receiver.ledger.inbox.newest or version,
