@@ -275,7 +275,7 @@ class VLLMAdapterReceiver:
         try:
             self._wait(self._engine.remove_lora(old.request.lora_int_id))
             self._fails_to_remove = False
-        except Exception as exc:
+        except Exception as exc:  # the trainer gets the first one in a NACK, the log later ones
             # The first failure refuses the update, and the next one tries it again. But an engine
             # that was restarted knows no old adapter, and must get new ones all the same.
             if not isinstance(exc, LookupError) and not self._fails_to_remove:

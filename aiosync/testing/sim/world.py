@@ -142,7 +142,7 @@ class World:
         try:
             await program
         except BaseException as exc:  # noqa: BLE001 - raised by simulate()
-            # That of a process that was killed is only closed now: see _dispose().
+            # The program of a killed process is only closed now: see _dispose().
             if process.is_alive:
                 self.note(f"{process.name} fails: {exc!r}")
                 self._loop.fail(exc)
