@@ -62,6 +62,8 @@ class Forwards:
     def __init__(self, guard: ReadGuard) -> None:
         self._guard = guard
         self._module: weakref.ref[nn.Module] | None = None
+        # True if the module had no forward of its own.
+        self._in_parts = False
         # The modules that have hooks of this object.
         self._parts: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
         self._watch: _Watch | None = None
@@ -78,6 +80,7 @@ class Forwards:
         self.uninstall()
         parts = _entrances(module)
         self._add(parts)
+        self._in_parts = has_no_forward(module)
         # Set last: an install() that an interrupt cut short has to begin anew.
         self._module = weakref.ref(module)
         if watch:
@@ -100,8 +103,8 @@ class Forwards:
 
     def follow_parts(self) -> None:
         """Guard the parts that a module without a forward has by now, and no others."""
-        module = None if self._module is None else self._module()
-        if module is None or not has_no_forward(module):
+        module = self._module() if self._module is not None and self._in_parts else None
+        if module is None:
             return
         found = dict.fromkeys(_entrances(module))
         # The others stay guarded meanwhile: another thread may begin a forward.

@@ -514,7 +514,7 @@ class WeightReceiver:
                     self._loop.call_soon(unused.give_back)
             else:
                 self._skip(staged)
-            self.waits.changed.notify()
+            changed = True
         if changed:
             self.waits.changed.notify()
 

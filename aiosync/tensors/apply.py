@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice, product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -223,8 +223,8 @@ class Target:
         plan, target, has = self._plan, self.target, accelerator().has
         if plan is not None:
             # module.to() moves all parameters, so that the first one tells, and costs little.
-            params = (each for each in plan.tensors.tensors if type(each) is nn.Parameter)
-            return bool(plan.devices) or any(map(has, islice(params, 1)))
+            first = plan.first_parameter
+            return bool(plan.devices) or (first is not None and has(first))
         if isinstance(target, nn.Module):
             return any(map(has, chain(target.parameters(), target.buffers())))
         try:

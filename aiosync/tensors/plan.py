@@ -55,6 +55,7 @@ class Plan:
             get their memory likewise.
         copies: Tensors that are copied in place.
         devices: The accelerators of the tensors that get weights.
+        first_parameter: The first plain parameter of the target; ``None`` for none.
         is_single_use: The target is another one afterwards, for which there is no plan yet.
         pick_flipped: Picks, of tensors in the order of the leaves, those that ``moved`` become
             views of; ``None`` unless that is all there is to change, and cannot fail.
@@ -112,6 +113,8 @@ class Plan:
         has = accelerator().has
         assigned = [spot.tensor for spot in self.assigned]
         self.devices: set[torch.device] = {each.device for each in assigned if has(each)}
+        parameters = (each for each in self.tensors.tensors if type(each) is nn.Parameter)
+        self.first_parameter: nn.Parameter | None = next(parameters, None)
         if self.devices and mode != "copy there":
             self.copies.allocate_on_devices(layout)
         self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
