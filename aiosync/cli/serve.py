@@ -98,6 +98,9 @@ def serve(
             help="Keep the newest versions there, across restarts.",
         ),
     ] = None,
+    store_deltas: Annotated[
+        bool, typer.Option("--store-deltas", help="Store only what changes, where that is little.")
+    ] = False,
     upstream: Annotated[
         list[str] | None,
         typer.Option(
@@ -206,6 +209,7 @@ def serve(
                 tls=tls,
                 model_ids=model_id or None,
                 store=store,
+                store_deltas=store_deltas,
                 max_connections=max_connections,
                 delta=delta.value,
                 limit_rate=None if limit_rate is None else max(1, int(limit_rate / 8)),

@@ -89,14 +89,20 @@ class Delta:
 
     async def is_worth(self, pace: Pace) -> bool:
         """Return True if the update should travel as a delta; encodes a chunk to find out."""
-        nbytes, rate = self._new.nbytes, pace.rate
-        if not rate or nbytes < _LEAST_NBYTES or pace.pause:
+        nbytes, rate, num_here = self._new.nbytes, pace.rate, self._num_here
+        if not (rate and num_here) or nbytes < _LEAST_NBYTES or pace.pause:
             return False
         if not self._measured[0]:
             # Not the first chunk: tensors of another kind are often at the start.
-            await asyncio.wait({self.chunk(-(-nbytes // self._size) // 2, 0)})
+            await asyncio.wait({self.chunk(num_here // 2, 0)})
         whole, encoded, seconds = self._measured
         return encoded < _MOST_RATIO * whole and _MARGIN * rate * seconds < whole
+
+    @property
+    def _num_here(self) -> int:
+        """Number of chunks that are complete here; of an update that still arrives not all."""
+        incoming, nbytes = self._new.incoming, self._new.nbytes
+        return -(-nbytes // self._size) if incoming is None else incoming.nbytes // self._size
 
     def chunk(self, index: int, ahead: int = _AHEAD) -> asyncio.Future[bytes | None]:
         """Return the future of an encoded chunk; its result is ``None`` if the chunk travels whole.
@@ -104,10 +110,10 @@ class Delta:
         Do not cancel it: other links wait for it, too.
 
         Args:
-            index: Index of the chunk.
-            ahead: Number of the following chunks to begin as well.
+            index: Index of the chunk, which is complete here.
+            ahead: Number of the following chunks to begin as well, as far as they are complete.
         """
-        for each in range(index, min(index + 1 + ahead, -(-self._new.nbytes // self._size))):
+        for each in (index, *range(index + 1, min(index + 1 + ahead, self._num_here))):
             if each not in self._chunks:
                 future = self._chunks[each] = asyncio.get_running_loop().create_future()
                 self._tasks.start(self._encode(each, future), "aiosync delta")
@@ -218,6 +224,13 @@ class Deltas:
         """Forget all deltas but the first ``keep`` ones, and release their bases."""
         while len(self._deltas) > keep:
             self._deltas.pop().base.release()
+
+    def withdraw(self, snapshot: Snapshot) -> None:
+        """Forget the newest update, of which the rest never comes: the one before is newest."""
+        if snapshot is self._newest:
+            before = self._deltas[0].base.retain() if self._deltas else None
+            self.close()
+            self._newest = before
 
     def close(self) -> None:
         """Release all updates, at the end or when another sender's versions begin."""

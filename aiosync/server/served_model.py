@@ -466,12 +466,12 @@ class ServedModel:
         old = self._to_write.begin(arrival)
         if old is not None:
             self._end(old, "skipped", AckStatus.SKIPPED)
-            _discard(old.snapshot)
+            self._discard(old.snapshot)
 
     def _pass_on(self) -> None:
         """Give the part of an update that has arrived to workers that wait for no other one.
 
-        Their last chunk waits until the whole is served. Deltas are made of whole updates.
+        Their last chunk waits until the whole is served.
         """
         partial, workers, early = self._updates.partial, self.workers, self._early
         if partial is None or not self._may_pass_on(*partial[:2]):
@@ -487,10 +487,8 @@ class ServedModel:
 
     def _may_pass_on(self, epoch: int, version: int) -> bool:
         """Return True if workers may get the version before the whole of it is served."""
-        if self.workers.deltas is not None or self._ending:
-            return False
         # Links change to another epoch only when a whole version of it is served.
-        return epoch == self._epoch and version > self.version
+        return not self._ending and epoch == self._epoch and version > self.version
 
     def _share_early(self, version: int, nbytes: int) -> Snapshot | None:
         """Return the early snapshot of the update that arrives, with ``nbytes`` verified.
@@ -513,7 +511,16 @@ class ServedModel:
         """Release the update that was passed on while it arrived, if any: it is not served."""
         early, self._early = self._early, None
         if early is not None:
-            _discard(early)
+            self._discard(early)
+
+    def _discard(self, snapshot: Snapshot) -> None:
+        """Release a version that is not served; workers that have a part of it get another one."""
+        deltas = self.workers.deltas
+        if snapshot.incoming is not None:
+            snapshot.incoming.abandon()
+            if deltas is not None:
+                deltas.withdraw(snapshot)
+        snapshot.release()
 
     def _is_base(self, epoch: int, version: int) -> bool:
         """Return True if the trainer may send its next update as a delta to this version."""
@@ -527,7 +534,7 @@ class ServedModel:
         version = arrival.snapshot.version
         if self._epoch != arrival.epoch or version > self.version:
             return True
-        _discard(arrival.snapshot)
+        self._discard(arrival.snapshot)
         if version == self.version:
             arrival.say(AckStatus.APPLIED)
         else:
@@ -562,7 +569,7 @@ class ServedModel:
             f"version {arrival.snapshot.version} of epoch {arrival.epoch:016x}: {error}"
         )
         log(logging.WARNING, "refused", self._refusal, model=self._model_id)
-        _discard(arrival.snapshot)
+        self._discard(arrival.snapshot)
 
     def _whole(self, arrival: _Arrival) -> list[Snapshot]:
         """Return the updates that together are the whole model once this one is served."""
@@ -678,13 +685,6 @@ def _mark_of(session: bytes | None) -> bytes:
 def _is_server(hello: Hello) -> bool:
     """Return True for the Hello of a weight server: workers subscribe with a strategy."""
     return hello.subscribe and hello.strategy == ANY_STRATEGY
-
-
-def _discard(snapshot: Snapshot) -> None:
-    """Release a version that is not served; workers that have a part of it get another one."""
-    if snapshot.incoming is not None:
-        snapshot.incoming.abandon()
-    snapshot.release()
 
 
 async def refuse_link(link: TCPTransport, error: AiosyncError) -> None:

@@ -65,6 +65,8 @@ class WeightServer:
         store: Directory for the newest version of each model; read at the start. A version is
             served once it is on disk; one that cannot be written is refused, and the server keeps
             serving the previous one. ``None`` keeps them in memory only.
+        store_deltas: Append to the store what changes in a version, where that is little, instead
+            of writing it whole; see :class:`WeightStore`. Experimental.
         limits: Limits on the sizes that a peer may announce.
         chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
         delta: Which updates travel as changes to an older one, from a trainer or an upstream and
@@ -105,6 +107,7 @@ class WeightServer:
         tls: TLS | ssl.SSLContext | None = None,
         model_ids: Sequence[str] | None = None,
         store: str | os.PathLike[str] | None = None,
+        store_deltas: bool = False,
         limits: Limits | None = None,
         chunk_nbytes: int = 4 * 2**20,
         delta: Literal["auto", "off", "always"] = "off",
@@ -128,7 +131,7 @@ class WeightServer:
         if store is not None:
             # The store has the same limits, so that every version that a peer may push can be
             # loaded again.
-            self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
+            self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS, deltas=store_deltas)
         self._fanout = None if fanout is None else as_count("fanout", fanout, 1)
         self._advertise = None if advertise is None else check_advertised(advertise)
         if upstream is None and (upstream_token, upstream_tls, advertise) != (None, None, None):

@@ -1,9 +1,10 @@
-"""The newest version of each model as one file in a directory.
+"""The newest version of each model as one file in a directory, or as a file and what has changed.
 
 A file is a safetensors file whose header also holds the manifest, the values that are not tensors,
 and checksums. This module writes it, and not the safetensors package: straight from the flat
-buffer, in chunks, and replaced in one step. This module must never import asyncio, a transport
-or a scheme; nothing is unpickled.
+buffer, in chunks, and replaced in one step. If the store may, it appends the changes of a version
+to a second file instead, see ``server.store_changes``. This module must never import asyncio, a
+transport or a scheme; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ import xxhash
 from aiosync._log import log
 from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError
-from aiosync.tensors import FlatBuffer, Layout
+from aiosync.server.store_changes import (
+    append_record,
+    apply_changes,
+    encode_changes,
+    read_records,
+)
+from aiosync.tensors import FlatBuffer, Layout, copy_bytes
+from aiosync.tensors.delta import check_delta
 from aiosync.tensors.joining import check_headers
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, LeafSpec, Manifest, encode_values
@@ -37,6 +45,10 @@ from aiosync.wire.values import InvalidData, pack, unpack
 __all__ = ["DTYPES", "StoreError", "StoredUpdate", "WeightStore", "open_regular", "replacing"]
 
 _SUFFIX = ".safetensors"
+_CHANGES_SUFFIX = ".changes"
+_MOST_CHANGES = 16
+"""Versions that are appended before the file is written anew: reading each takes time."""
+
 _TEMPORARY = re.compile(r"\.aiosync-[0-9a-f]{16}\.tmp")
 _MAX_STEM = 240
 """Characters of a file name without its ending; the usual file systems allow 255 bytes."""
@@ -101,6 +113,27 @@ class StoredUpdate:
     saved_at: float | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """The version that was saved last, from which the next one's changes are made.
+
+    Attributes:
+        name: Its :func:`_name_of`.
+        digest: Digest of its layout.
+        buffer: Memory of its own, with its tensors.
+        stamp: What tells the file from one that another process has put in its place.
+        position: Bytes of the changes after it.
+        count: Number of versions among these.
+    """
+
+    name: str
+    digest: bytes
+    buffer: FlatBuffer
+    stamp: tuple[int, ...]
+    position: int = 0
+    count: int = 0
+
+
 class WeightStore:
     """A directory with one file for each model.
 
@@ -109,28 +142,42 @@ class WeightStore:
     Several threads may call them at once, and several processes may share a directory. Of two
     saves of one model at the same time, the one that ends last stays.
 
+    With ``deltas``, a version that changes few weights is appended to a second file, ``.changes``,
+    as the changes since the version before. After 16 of them, or if they take more than half of the
+    model's bytes, the file itself is written anew. A copy of each model stays in memory for this,
+    and one thread of one process at a time may save a model.
+
     Attributes:
         directory: Absolute path of the directory.
         limits: Limits on the sizes in a file that is loaded.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        limits: Limits = DEFAULT_LIMITS,
+        deltas: bool = False,
     ) -> None:
         """Open a directory, and remove the temporary files of interrupted saves.
 
         Args:
             directory: Path of the directory. It is made, for this user only, if it is missing.
             limits: Limits on the sizes in a file that is loaded.
+            deltas: Append what changes, where that is little.
 
         Raises:
             ConfigError: This is no path, or not that of a directory, it cannot be made, or this
-                user may not read and write it.
+                user may not read and write it; or ``deltas`` needs zstandard, which is missing.
         """
+        if deltas:
+            check_delta()
         if not isinstance(directory, str | os.PathLike):
             raise ConfigError(f"a store is a directory, and not {directory!r}")
         self.directory: str = os.path.abspath(directory)
         self.limits: Limits = limits
+        # The version of each model that was saved last; None if no changes are appended.
+        self._kept: dict[str, _Kept] | None = {} if deltas else None
         try:
             os.makedirs(self.directory, 0o700, exist_ok=True)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
@@ -145,7 +192,7 @@ class WeightStore:
         return f"<WeightStore {self.directory!r}>"
 
     def save(self, model_id: str, update: StoredUpdate) -> None:
-        """Replace the file of a model; return when the new file is safely on disk.
+        """Save a version of a model; return when it is safely on disk.
 
         Args:
             model_id: Any text that is not too long: the name of the file is derived from it.
@@ -154,18 +201,64 @@ class WeightStore:
         Raises:
             ConfigError: The update cannot be stored; nothing was written.
             StoreError: The disk refused the file because it is full, read-only or broken. The old
-                file stays, unless the only failure was the sync of the directory.
+                version stays, unless the only failure was the sync of the directory.
         """
         path = self._path(model_id)
         manifest, memory = update.layout.manifest, update.buffer.memoryview()
-        header = _encode_header(model_id, update, _checksum_of(manifest, memory))
+        checksum = _checksum_of(manifest, memory)
         try:
+            if self._append(path, model_id, update, checksum):
+                return
+            header = _encode_header(model_id, update, checksum)
             with replacing(path, 0o600) as (file, _):
                 file.write(len(header).to_bytes(8, "little") + header)
                 for leaf in _file_order(manifest):
                     file.write(memory[leaf.offset : leaf.offset + leaf.nbytes])
+            # If the process ends before this, the changes are found to be of the old file.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_changes_of(path))
+            self._keep(path, model_id, update, checksum)
         except OSError as exc:
             raise StoreError(f"{path}: cannot be saved: {exc}") from exc
+
+    def _append(self, path: str, model_id: str, update: StoredUpdate, checksum: str) -> bool:
+        """Append the changes since the version that was saved last; False if there is no room."""
+        kept, layout = (self._kept or {}).get(model_id), update.layout
+        if kept is None or kept.digest != layout.digest or kept.count >= _MOST_CHANGES:
+            return False
+        if kept.stamp != _stamp(path) or kept.position != _size(_changes_of(path)):
+            return False
+        memory, before = update.buffer.memoryview(), kept.buffer.memoryview()
+        most = layout.nbytes // 2 - kept.position
+        changes = encode_changes(layout.manifest, before, memory, most)
+        if changes is None:
+            return False
+        header = _encode_change(model_id, update, checksum, kept.name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        fd = open_regular(_changes_of(path), flags, 0o600)
+        with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
+            end = append_record(file, kept.position, header, changes)
+        if not kept.count:
+            _sync(self.directory)
+        copy_bytes(before[: layout.nbytes], memory[: layout.nbytes])
+        kept.name, kept.position, kept.count = _name_of(update, checksum), end, kept.count + 1
+        return True
+
+    def _keep(self, path: str, model_id: str, update: StoredUpdate, checksum: str) -> None:
+        """Keep a copy of a version that the file has, to make the next one's changes from it."""
+        if self._kept is None:
+            return
+        layout = update.layout
+        kept = self._kept.pop(model_id, None)
+        try:
+            same = kept is not None and kept.buffer.nbytes == layout.nbytes
+            buffer = kept.buffer if kept is not None and same else FlatBuffer(layout.nbytes)
+        except MemoryError:
+            # The next version is written whole, too.
+            return
+        copy_bytes(buffer.memoryview(), update.buffer.memoryview()[: layout.nbytes])
+        name = _name_of(update, checksum)
+        self._kept[model_id] = _Kept(name, layout.digest, buffer, _stamp(path))
 
     def load(self, model_id: str) -> StoredUpdate | None:
         """Return the version that was saved last, in new memory; ``None`` if there is none.
@@ -178,12 +271,23 @@ class WeightStore:
         try:
             with open(path, "rb", buffering=_BUFFER_NBYTES, opener=open_regular) as file:
                 _warn_of_others(path, os.fstat(file.fileno()))
-                return _read(file, model_id, self.limits)
+                update, checksum = _read(file, model_id, self.limits)
         except FileNotFoundError:
             return None
         except OSError as exc:
             raise StoreError(f"{path}: cannot be read: {exc}") from exc
         except StoreError as exc:
+            raise StoreError(f"{path}: {exc}") from exc
+        path = _changes_of(path)
+        try:
+            with open(path, "rb", buffering=_BUFFER_NBYTES, opener=open_regular) as file:
+                _warn_of_others(path, os.fstat(file.fileno()))
+                return _follow(file, model_id, update, checksum, self.limits)
+        except FileNotFoundError:
+            return update
+        except OSError as exc:
+            raise StoreError(f"{path}: cannot be read: {exc}") from exc
+        except AiosyncError as exc:
             raise StoreError(f"{path}: {exc}") from exc
 
     def model_ids(self) -> list[str]:
@@ -227,15 +331,34 @@ def _file_name(model_id: str) -> str:
     return stem + _SUFFIX
 
 
-def open_regular(path: str, flags: int) -> int:
+def _changes_of(path: str) -> str:
+    """Return the path of the changes of a model's file."""
+    return path.removesuffix(_SUFFIX) + _CHANGES_SUFFIX
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Return what tells a file from one that takes its place; empty if there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _size(path: str) -> int:
+    """Return the bytes of a file; 0 if there is none."""
+    return _stamp(path)[2] if os.path.exists(path) else 0
+
+
+def open_regular(path: str, flags: int, mode: int = 0o777) -> int:
     """Open a regular file; an ``opener`` for ``open()``. Never blocks, not even at a pipe.
 
     Raises:
         OSError: The path is a pipe, a device or a socket, or cannot be opened.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK)
-    mode = os.fstat(fd).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself refuses a directory
+    fd = os.open(path, flags | os.O_NONBLOCK, mode)
+    kind = os.fstat(fd).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # open() itself refuses a directory
         os.close(fd)
         raise OSError(errno.EINVAL, "it is no regular file")
     return fd
@@ -309,8 +432,8 @@ def _sync(path: str) -> None:
 # -- the format -------------------------------------------------------------------------------
 
 
-def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
-    """Read and check a whole file into new memory.
+def _read(file: BinaryIO, model_id: str, limits: Limits) -> tuple[StoredUpdate, str]:
+    """Read and check a whole file into new memory; return the update and its checksum.
 
     Raises:
         StoreError: The file is damaged, cut short, foreign or beyond the limits.
@@ -338,7 +461,91 @@ def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
         raise StoreError("its tensors are damaged: the checksum differs")
     for start, end in update.layout.padding():
         buffer.array[start:end] = 0  # the padding travels, and must not hold this process's memory
-    return replace(update, buffer=buffer, saved_at=found.st_mtime)
+    return replace(update, buffer=buffer, saved_at=found.st_mtime), checksum
+
+
+def _follow(
+    file: BinaryIO, model_id: str, update: StoredUpdate, checksum: str, limits: Limits
+) -> StoredUpdate:
+    """Apply the changes that were appended after an update was written; return the newest one.
+
+    Raises:
+        StoreError: The changes are damaged, foreign or beyond the limits.
+        RemoteProtocolError: The changes are damaged.
+        OSError: The disk refused the read.
+    """
+    saved_at, first, memory = os.fstat(file.fileno()).st_mtime, update, update.buffer.memoryview()
+    for header, changes in read_records(file):
+        found, after, onto = _parse_change(header, model_id, update)
+        if onto != _name_of(update, checksum):
+            if update is first:
+                # The file was written after these changes, which should be gone.
+                return update
+            raise StoreError("a version is missing among the changes")
+        apply_changes(changes, update.layout.manifest, memory)
+        update, checksum = replace(found, saved_at=saved_at), after
+    _check_limits(update, limits)
+    return update
+
+
+def _name_of(update: StoredUpdate, checksum: str) -> str:
+    """Return the text by which the changes of the next version name this one."""
+    return f"{update.epoch} {update.version} {checksum}"
+
+
+def _encode_change(model_id: str, update: StoredUpdate, checksum: str, onto: str) -> bytes:
+    """Return the header of the changes that make a version of the one with the name ``onto``.
+
+    Raises:
+        ConfigError: A value of the update cannot be stored.
+    """
+    metadata = _encode_metadata(model_id, update, checksum) | {"aiosync.onto": onto}
+    del metadata["aiosync.manifest"]
+    metadata["aiosync.header_checksum"] = xxhash.xxh3_128_hexdigest(json.dumps(metadata).encode())
+    return json.dumps(metadata).encode()
+
+
+def _parse_change(
+    header: bytes, model_id: str, before: StoredUpdate
+) -> tuple[StoredUpdate, str, str]:
+    """Return the version that a header describes, its checksum, and the name of the one before.
+
+    Its tensors are still those of ``before``.
+
+    Raises:
+        StoreError: The header is damaged, or belongs to another model.
+    """
+    try:
+        metadata = json.loads(header)
+        update = _parse_metadata(metadata, before.layout, before.buffer)
+        checksum, onto = metadata["aiosync.checksum"], metadata["aiosync.onto"]
+        expected = _encode_change(model_id, update, checksum, onto)
+    except (LookupError, ValueError, TypeError, RecursionError, AiosyncError) as exc:
+        raise StoreError(f"a change is damaged: {type(exc).__name__}: {exc}") from exc
+    if header != expected:
+        raise StoreError("a change is damaged, or belongs to another model")
+    return update, checksum, onto
+
+
+def _parse_metadata(metadata: Any, layout: Layout, buffer: FlatBuffer) -> StoredUpdate:
+    """Return the update that a header describes, but for its layout and its bytes."""
+    return StoredUpdate(
+        epoch=int(metadata["aiosync.epoch"]),
+        version=int(metadata["aiosync.version"]),
+        strategy=str(metadata["aiosync.strategy"]),
+        layout=layout,
+        buffer=buffer,
+        values=unpack(base64.b64decode(metadata["aiosync.values"], validate=True)),
+        replaced=tuple(map(int, metadata.get("aiosync.replaced", "").split())),
+    )
+
+
+def _check_limits(update: StoredUpdate, limits: Limits) -> None:
+    """Raise :class:`StoreError` if no peer with these limits would take the update."""
+    try:
+        check_headers(update.layout.manifest, update.values, limits)
+    except AiosyncError as exc:
+        raise StoreError(f"the limits let it be sent to nobody: {exc}") from exc
 
 
 def _parse_header(header: bytes, model_id: str, limits: Limits) -> tuple[StoredUpdate, Any]:
@@ -356,15 +563,8 @@ def _parse_header(header: bytes, model_id: str, limits: Limits) -> tuple[StoredU
             other = str(metadata["aiosync.model_id"])[:80]
             raise StoreError(f"it belongs to the model {other!r}")
         manifest = base64.b64decode(metadata["aiosync.manifest"], validate=True)
-        update = StoredUpdate(
-            epoch=int(metadata["aiosync.epoch"]),
-            version=int(metadata["aiosync.version"]),
-            strategy=str(metadata["aiosync.strategy"]),
-            layout=Layout(Manifest.decode(manifest, limits)),
-            buffer=FlatBuffer(0),
-            values=unpack(base64.b64decode(metadata["aiosync.values"], validate=True)),
-            replaced=tuple(map(int, metadata.get("aiosync.replaced", "").split())),
-        )
+        layout = Layout(Manifest.decode(manifest, limits))
+        update = _parse_metadata(metadata, layout, FlatBuffer(0))
         checksum = metadata["aiosync.checksum"]
         expected_header = _encode_header(model_id, update, checksum)
     except StoreError:
@@ -377,10 +577,7 @@ def _parse_header(header: bytes, model_id: str, limits: Limits) -> tuple[StoredU
     # Everything else in the header follows from these values: one comparison checks it all.
     if header != expected_header:
         raise StoreError("its header is damaged")
-    try:
-        check_headers(update.layout.manifest, update.values, limits)
-    except AiosyncError as exc:
-        raise StoreError(f"the limits let it be sent to nobody: {exc}") from exc
+    _check_limits(update, limits)
     return update, checksum
 
 

@@ -50,10 +50,11 @@ def large(value: float = 0.0) -> nn.Module:
 
 
 @contextlib.asynccontextmanager
-async def pushing(url: str, value: float) -> Any:
+async def pushing(url: str, value: float, **options: Any) -> Any:
     """A trainer of a large model, over a proxy of its own that can stall."""
     async with FaultProxy(url) as proxy:
-        scheme = aiosync.TCPWeightSyncScheme(proxy.url, dial="both", timeout=PATIENCE, **OPTIONS)
+        options = {"dial": "both", "timeout": PATIENCE, **OPTIONS, **options}
+        scheme = aiosync.TCPWeightSyncScheme(proxy.url, **options)
         scheme.it = large(value)
         scheme.init_on_sender("policy", model=scheme.it)
         async with scheme:
@@ -68,10 +69,17 @@ def sent_nbytes(server: WeightServer) -> int:
 
 
 @contextlib.asynccontextmanager
-async def halted(url: str, server: WeightServer) -> Any:
-    """A trainer whose second version stops on its way to the server, in the middle."""
+async def halted(url: str, server: WeightServer, least: int = SIZE // 4, **options: Any) -> Any:
+    """A trainer whose second version stops on its way to the server, in the middle.
+
+    Args:
+        url: Address of the first server.
+        server: The last one.
+        least: Bytes that its only worker has got by then.
+        options: Options of that worker.
+    """
     async with pushing(url, 1.0) as (source, proxy):
-        async with worker(server, model=large()) as below:
+        async with worker(server, model=large(), **options) as below:
             before = sent_nbytes(server)
             # The link begins anew, with a stall in the middle of the next version.
             stalls = [Plan(forward=Faults(stall_at=SIZE // 2))]
@@ -82,7 +90,7 @@ async def halted(url: str, server: WeightServer) -> Any:
             await until(lambda: [each.state for each in source.stats().workers] == ["ready"])
             fill(source.it, 2.0)
             sending = asyncio.ensure_future(source.send(source.it))
-            await until(lambda: sent_nbytes(server) - before > SIZE // 4)
+            await until(lambda: sent_nbytes(server) - before > least)
             try:
                 yield source, proxy, below, sending
             finally:
@@ -106,6 +114,60 @@ async def test_a_part_is_passed_on_before_the_rest_is_there(stored: bool, tmp_pa
                 for scheme in (below, late):
                     await scheme.wait_for_version(2)
                     assert holds(scheme, 2.0)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_changes_are_passed_on_before_the_rest_is_there(stored: bool, tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    options = {"store": tmp_path / "store"} if stored else {}
+    # Few bytes say that all weights are others.
+    most = SIZE // 50
+    async with WeightServer(URL, delta="always", **OPTIONS, **options) as server:
+        async with halted(server.url, server, 300, delta="always") as (
+            source,
+            proxy,
+            below,
+            sending,
+        ):
+            assert described(server)["version"] == below.version == 1
+            assert holds(below, 1.0)
+            before = sent_nbytes(server)
+            assert SIZE < before < SIZE + most
+            proxy.resume()
+            await sending
+            await below.wait_for_version(2)
+            assert holds(below, 2.0)
+            assert before < sent_nbytes(server) < SIZE + most
+            fill(source.it, 3.0)
+            await source.send(source.it)
+            await below.wait_for_version(3)
+            assert holds(below, 3.0)
+            assert sent_nbytes(server) < SIZE + 2 * most
+            assert below.stats().reconnects == 0
+
+
+async def test_a_half_version_is_no_base(tmp_path: Path) -> None:
+    """The trainer begins its version anew; what was passed on of it is forgotten."""
+    pytest.importorskip("zstandard")
+    async with WeightServer(URL, delta="always", **OPTIONS) as server:
+        async with halted(server.url, server, 300, delta="always") as (
+            source,
+            proxy,
+            below,
+            sending,
+        ):
+            proxy.cut()
+            with contextlib.suppress(PartialSyncError):
+                await sending
+            await below.wait_for_version(2)
+            assert holds(below, 2.0)
+            for value in (3.0, 4.0, 5.0):
+                fill(source.it, value)
+                await source.send(source.it)
+                await below.wait_for_version(source.version)
+                assert holds(below, value)
+            assert below.stats().reconnects == 0
+            assert sent_nbytes(server) < 3 * SIZE
 
 
 async def test_a_version_that_the_disk_refuses_reaches_no_worker(tmp_path: Path) -> None:
@@ -205,11 +267,14 @@ async def test_a_newer_version_takes_the_place_of_a_half_one() -> None:
                 assert holds(below, 3.0) and holds(other, 3.0)
 
 
+@pytest.mark.parametrize("delta", ["off", "always"])
 @pytest.mark.parametrize("seed", range(3))
-async def test_every_state_is_the_trainers(seed: int, tmp_path: Path) -> None:
+async def test_every_state_is_the_trainers(seed: int, delta: Any, tmp_path: Path) -> None:
     """Cut and damaged links, new runs of the trainer, a store: over two servers."""
+    if delta != "off":
+        pytest.importorskip("zstandard")
     rng, url = random.Random(seed), f"unix://{tmp_path / 'first'}"
-    options: Any = {**OPTIONS, "stall_timeout": 3.0}
+    options: Any = {**OPTIONS, "stall_timeout": 3.0, "delta": delta}
     store = tmp_path / "store" if seed == 2 else None
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -220,16 +285,16 @@ async def test_every_state_is_the_trainers(seed: int, tmp_path: Path) -> None:
         )
         proxies.append(await enter(FaultProxy(second.url)))
         crew = [
-            await enter(worker(address, model=large(), initial=False, reconnect=None))
+            await enter(worker(address, model=large(), initial=False, reconnect=None, delta=delta))
             for address in (proxies[1].url, second.url, url)
         ]
         run = await enter(contextlib.AsyncExitStack())
-        source, proxy = await run.enter_async_context(pushing(url, 0.5))
+        source, proxy = await run.enter_async_context(pushing(url, 0.5, delta=delta))
         for number in range(1, 31):
             event, value = rng.random(), float(number)
             if event < 0.15:
                 await run.aclose()
-                source, proxy = await run.enter_async_context(pushing(url, value))
+                source, proxy = await run.enter_async_context(pushing(url, value, delta=delta))
             harmed = rng.choice([*proxies, proxy])
             if event > 0.4:
                 fault = Faults(**{rng.choice(["cut_at", "corrupt_at"]): rng.randrange(2 * SIZE)})
