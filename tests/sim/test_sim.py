@@ -369,6 +369,8 @@ def _received(weather: Weather, sent: bytes, seed: int) -> bytes | OSError:
         for process in processes:
             await world.ended(process)
         assert sent.startswith(arrived) or weather.corrupts
+        # A fault comes before so many bytes, whether or not one write went on behind it.
+        assert len(arrived) < weather.within or not (weather.cuts or weather.half_closes)
         return results[0]
 
     return simulate(main, seed=seed, weather=weather)

@@ -169,7 +169,7 @@ class _Direction:
                 if self._source.fd >= 0:
                     self._source.inward.end(_reset())
                 return
-            if not target.is_ended:
+            if not (target.is_ended or target.error is not None):
                 target.inbox += data
         elif item is None:
             target.is_ended = True
