@@ -20,7 +20,9 @@ _BIT_WIDTHS = {"bf16": 16, "fp16": 16, "fp32": 32}
 
 
 class _Speed(NamedTuple):
-    """Figures for sends that change at most a share of the weights; see ``docs/deltas.md``.
+    """Figures of a busy machine for sends that change at most a share of the weights.
+
+    ``docs/deltas.md`` has those of one that is not busy, about twice as fast.
 
     Attributes:
         density: That share.
@@ -92,7 +94,8 @@ def plan(
 ) -> None:
     """Say what a send takes: whole, as a delta, or through a weight server near the workers.
 
-    Arithmetic with the figures of docs/deltas.md; nothing is measured or sent.
+    Arithmetic with the speeds of a busy machine, about half of those in docs/deltas.md. Nothing is
+    measured or sent.
 
     - `aiosync plan --size 16GB --bandwidth 1Gbit --workers 64 --density 2%`
     """

@@ -22,7 +22,14 @@ from ray.rllib.core.learner.learner_group import LearnerGroup
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
 
-from aiosync.errors import AiosyncError, ConfigError, ConnectError, PartialSyncError, PeerClosed
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectError,
+    PartialSyncError,
+    PeerClosed,
+    TransportBroken,
+)
 from aiosync.sync import RayWeightSyncScheme, WeightSyncScheme
 
 __all__ = ["AiosyncCallback", "AiosyncEnvRunner"]
@@ -115,10 +122,11 @@ class AiosyncCallback(RLlibCallback):
             .callbacks(AiosyncCallback)
         )
 
-    RLlib decides when weights are sent, and to which runners. A call does not wait for them, as in
-    RLlib: an update that a runner refuses is raised by the next one, with its cause, and the runner
-    keeps the weights that it has. A runner that dies is left to RLlib's fault tolerance; one that
-    takes its place gets the newest weights.
+    RLlib decides when weights are sent, and to which runners. ``sync_weights()``, which PPO calls,
+    waits until the runners have the weights, and raises what failed. IMPALA and APPO do not wait:
+    there the next update raises it. A runner that refuses an update keeps the weights that it has.
+    A runner that dies is left to RLlib's fault tolerance; one that takes its place gets the newest
+    weights.
 
     Derive a class to change :meth:`make_scheme`.
     """
@@ -262,7 +270,7 @@ class _Sender:
 
     def _tolerate(self, error: PartialSyncError) -> None:
         """Raise the error, unless it is of runners that died and RLlib is to go on without them."""
-        gone = all(isinstance(each, PeerClosed) for each in error.failed.values())
+        gone = all(isinstance(each, PeerClosed | TransportBroken) for each in error.failed.values())
         if not (gone and self._tolerates):
             raise error
 
