@@ -93,7 +93,7 @@ class Delta:
         if not (rate and num_here) or nbytes < _LEAST_NBYTES or pace.pause:
             return False
         if not self._measured[0]:
-            # Not the first chunk: tensors of another kind are often at the start.
+            # Not the first chunk if more are here: tensors of another kind are often at the start.
             await asyncio.wait({self.chunk(num_here // 2, 0)})
         whole, encoded, seconds = self._measured
         return encoded < _MOST_RATIO * whole and _MARGIN * rate * seconds < whole

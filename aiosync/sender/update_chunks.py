@@ -90,7 +90,10 @@ class UpdateChunks:
 
     def note_base(self, version: int) -> None:
         """Note the worker's answer that it has this version, and keeps its bytes as a base."""
-        self.base = version
+        carried = self._carried
+        # The chunks of a newer update replace the base, also if the rest of them never comes.
+        if carried is None or version >= carried.version:
+            self.base = version
         self._pace.arrived(version, time.monotonic())
 
     async def begin(self, snapshot: Snapshot, deltas: Deltas, *, in_parts: bool) -> Delta | None:

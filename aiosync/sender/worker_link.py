@@ -305,6 +305,7 @@ class WorkerLink:
         delta, deltas = None, self._registry.deltas
         # An update of an epoch that ended meanwhile is no base for those of the present one.
         if self._chunks is not None and deltas is not None and epoch == self.outbox.epoch:
+            await self._wait_for_chunk(snapshot, self._chunks.settings.chunk_nbytes)
             in_parts = self._registry.history.is_in_parts_for(self.idx)
             delta = await self._chunks.begin(snapshot, deltas, in_parts=in_parts)
         try:
@@ -316,6 +317,12 @@ class WorkerLink:
             # The link may have ended before begin() kept the update as a base.
             if self._chunks is not None and self.outbox.error is not None:
                 self._chunks.release_carried()
+
+    async def _wait_for_chunk(self, snapshot: Snapshot, nbytes: int) -> None:
+        """Wait for the first chunk of an update that arrives: it tells if a delta is worth it."""
+        incoming, first = snapshot.incoming, min(nbytes, snapshot.nbytes)
+        while incoming is not None and (waiting := incoming.until(first, is_last=False)):
+            await self._wait_for(waiting)
 
     async def _write_steps(self, steps: Steps) -> None:
         """Write the messages of an update, and wait where bytes are still to come."""

@@ -20,7 +20,7 @@ import re
 import secrets
 import stat
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -217,6 +217,7 @@ class WeightStore:
             # If the process ends before this, the changes are found to be of the old file.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(_changes_of(path))
+                _sync(self.directory)
             self._keep(path, model_id, update, checksum)
         except OSError as exc:
             raise StoreError(f"{path}: cannot be saved: {exc}") from exc
@@ -230,19 +231,34 @@ class WeightStore:
             return False
         memory, before = update.buffer.memoryview(), kept.buffer.memoryview()
         most = layout.nbytes // 2 - kept.position
-        changes = encode_changes(layout.manifest, before, memory, most)
+        try:
+            changes = encode_changes(layout.manifest, before, memory, most)
+        except MemoryError:
+            return False
         if changes is None:
             return False
         header = _encode_change(model_id, update, checksum, kept.name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        fd = open_regular(_changes_of(path), flags, 0o600)
-        with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
-            end = append_record(file, kept.position, header, changes)
-        if not kept.count:
-            _sync(self.directory)
+        end = self._write_change(_changes_of(path), kept.position, header, changes)
         copy_bytes(before[: layout.nbytes], memory[: layout.nbytes])
         kept.name, kept.position, kept.count = _name_of(update, checksum), end, kept.count + 1
         return True
+
+    def _write_change(
+        self, path: str, position: int, header: bytes, changes: Sequence[bytes]
+    ) -> int:
+        """Append a record, or leave the file as it was; return the position behind it."""
+        fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
+                end = append_record(file, position, header, changes)
+            if not position:
+                _sync(self.directory)
+        except BaseException:  # The error goes on to the caller.
+            # The version is refused, so that no start may find it.
+            with contextlib.suppress(OSError):
+                os.truncate(path, position)
+            raise
+        return end
 
     def _keep(self, path: str, model_id: str, update: StoredUpdate, checksum: str) -> None:
         """Keep a copy of a version that the file has, to make the next one's changes from it."""
@@ -268,27 +284,17 @@ class WeightStore:
                 names the file and the fault.
         """
         path = self._path(model_id)
-        try:
-            with open(path, "rb", buffering=_BUFFER_NBYTES, opener=open_regular) as file:
-                _warn_of_others(path, os.fstat(file.fileno()))
+        # Opened in this order: where the file is replaced meanwhile, the changes are of the old one
+        # and do not count. The other way round they could be missing.
+        with _opened(_changes_of(path)) as changes, _opened(path) as file:
+            if file is None:
+                return None
+            with _named(path):
                 update, checksum = _read(file, model_id, self.limits)
-        except FileNotFoundError:
-            return None
-        except OSError as exc:
-            raise StoreError(f"{path}: cannot be read: {exc}") from exc
-        except StoreError as exc:
-            raise StoreError(f"{path}: {exc}") from exc
-        path = _changes_of(path)
-        try:
-            with open(path, "rb", buffering=_BUFFER_NBYTES, opener=open_regular) as file:
-                _warn_of_others(path, os.fstat(file.fileno()))
-                return _follow(file, model_id, update, checksum, self.limits)
-        except FileNotFoundError:
-            return update
-        except OSError as exc:
-            raise StoreError(f"{path}: cannot be read: {exc}") from exc
-        except AiosyncError as exc:
-            raise StoreError(f"{path}: {exc}") from exc
+            if changes is None:
+                return update
+            with _named(_changes_of(path)):
+                return _follow(changes, model_id, update, checksum, self.limits)
 
     def model_ids(self) -> list[str]:
         """Return the sorted ids of the models that have a file.
@@ -336,6 +342,32 @@ def _changes_of(path: str) -> str:
     return path.removesuffix(_SUFFIX) + _CHANGES_SUFFIX
 
 
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Have the errors of reading a file name it, as :class:`StoreError`."""
+    try:
+        yield
+    except OSError as exc:
+        raise StoreError(f"{path}: cannot be read: {exc}") from exc
+    except MemoryError as exc:
+        raise StoreError(f"{path}: there is no memory to read it") from exc
+    except AiosyncError as exc:
+        raise StoreError(f"{path}: {exc}") from exc
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO | None]:
+    """Open a file for reading, and warn if others can write to it; ``None`` if there is none."""
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO | None = None
+        with _named(path), contextlib.suppress(FileNotFoundError):
+            file = stack.enter_context(
+                open(path, "rb", buffering=_BUFFER_NBYTES, opener=open_regular)
+            )
+            _warn_of_others(path, os.fstat(file.fileno()))
+        yield file
+
+
 def _stamp(path: str) -> tuple[int, ...]:
     """Return what tells a file from one that takes its place; empty if there is none."""
     try:
@@ -347,7 +379,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 def _size(path: str) -> int:
     """Return the bytes of a file; 0 if there is none."""
-    return _stamp(path)[2] if os.path.exists(path) else 0
+    return (_stamp(path) or (0,))[-1]
 
 
 def open_regular(path: str, flags: int, mode: int = 0o777) -> int:

@@ -1,8 +1,9 @@
 """Changes of a stored model since its file was written: records, in a file next to it.
 
-A record has a header and the changes of all tensors since the version before it. It is safely on
-disk before its version counts as saved, so one that is cut short never counted. The headers are
-those of ``server.store``. This module must never import asyncio, a transport or a scheme.
+A record has its sizes, a header, and the changes of all tensors since the version before it. The
+sizes are written last, once the rest is safely on disk: where they are zeros, or missing, a record
+was being written that never counted. The headers are those of ``server.store``. This module must
+never import asyncio, a transport or a scheme.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ __all__ = ["append_record", "apply_changes", "encode_changes", "read_records"]
 # Bytes of the header and of the changes; then the CRC-32 of these two numbers.
 _SIZES, _CRC = struct.Struct("<QQ"), struct.Struct("<I")
 _HEAD_NBYTES = _SIZES.size + _CRC.size
+# Records begin at multiples of this, so that a disk writes the sizes whole, or not at all.
+_ALIGNMENT = 64
 # Bytes of the changes of one piece.
 _LENGTH = struct.Struct("<Q")
 # A larger tensor is encoded in pieces, so that little memory is needed beside it.
@@ -88,19 +91,30 @@ def append_record(file: BinaryIO, position: int, header: bytes, changes: Sequenc
         The position behind it.
 
     Raises:
-        OSError: The disk refused the record.
+        OSError: The disk refused the record. The caller cuts the file at the position.
     """
-    sizes = _SIZES.pack(len(header), sum(map(len, changes)))
+    nbytes = sum(map(len, changes))
+    sizes = _SIZES.pack(len(header), nbytes)
+    padding = bytes(-(_HEAD_NBYTES + len(header) + nbytes) % _ALIGNMENT)
     file.truncate(position)
     file.seek(position)
-    file.writelines([sizes, _CRC.pack(zlib.crc32(sizes)), header, *changes])
+    file.writelines([bytes(_HEAD_NBYTES), header, *changes, padding])
+    end = file.tell()
+    _sync(file)
+    file.seek(position)
+    file.write(sizes + _CRC.pack(zlib.crc32(sizes)))
+    _sync(file)
+    return end
+
+
+def _sync(file: BinaryIO) -> None:
+    """Return when all that was written is safely on disk."""
     file.flush()
     os.fsync(file.fileno())
-    return file.tell()
 
 
 def read_records(file: BinaryIO) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield the header and the changes of each record, without the last one if it is cut short.
+    """Yield the header and the changes of each record that counts.
 
     Raises:
         RemoteProtocolError: The size of a record is damaged.
@@ -109,9 +123,14 @@ def read_records(file: BinaryIO) -> Iterator[tuple[bytes, memoryview]]:
     left = os.fstat(file.fileno()).st_size
     while left >= _HEAD_NBYTES:
         sizes, crc = file.read(_SIZES.size), file.read(_CRC.size)
+        if not any(sizes + crc):
+            return
         if _CRC.pack(zlib.crc32(sizes)) != crc:
             raise RemoteProtocolError("the size of a change is damaged")
         header_nbytes, nbytes = _SIZES.unpack(sizes)
-        left -= _HEAD_NBYTES + header_nbytes + nbytes
-        if left >= 0:
-            yield file.read(header_nbytes), memoryview(file.read(nbytes))
+        whole = _HEAD_NBYTES + header_nbytes + nbytes
+        left -= whole
+        if left < 0:
+            raise RemoteProtocolError("a change is cut short")
+        yield file.read(header_nbytes), memoryview(file.read(nbytes))
+        left -= len(file.read(-whole % _ALIGNMENT))

@@ -119,7 +119,11 @@ def test_other_weights_are_written_whole(store: WeightStore) -> None:
     assert_same(loaded(store), other)
 
 
-def test_a_record_that_is_cut_short_never_counted(store: WeightStore) -> None:
+HEAD = 20
+"""Bytes of the sizes of a record, which are written last."""
+
+
+def test_a_record_that_was_being_written_does_not_count(store: WeightStore) -> None:
     *earlier, before, last = versions(5)
     for update in (*earlier, before):
         store.save("m", update)
@@ -127,11 +131,44 @@ def test_a_record_that_is_cut_short_never_counted(store: WeightStore) -> None:
     start = changes.stat().st_size
     store.save("m", last)
     whole = changes.read_bytes()
-    for cut in {start, start + 1, start + 19, start + 20, start + 300, len(whole) - 1}:
-        changes.write_bytes(whole[:cut])
-        assert_same(loaded(store), before)
+    without = whole[:start] + bytes(HEAD) + whole[start + HEAD :]
+    for cut in {start, start + 1, start + HEAD, start + 300, len(whole) - 1, len(whole)}:
+        # A file system may give the file its size before its bytes.
+        for tail in (b"", bytes(len(whole) - cut)):
+            changes.write_bytes(without[:cut] + tail)
+            assert_same(loaded(store), before)
     changes.write_bytes(whole)
     assert_same(loaded(store), last)
+
+
+@pytest.mark.parametrize("left", [1, HEAD, 300])
+def test_a_record_that_counted_and_is_cut_is_noticed(store: WeightStore, left: int) -> None:
+    for update in versions(4):
+        store.save("m", update)
+    _, changes = files(store)
+    changes.write_bytes(changes.read_bytes()[: -left - 64])
+    with pytest.raises(StoreError, match=r"m\.changes: "):
+        loaded(store)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *most, last = versions(18)
+    for update in most:
+        store.save("m", update)
+    real = os.fstat
+
+    def slow(fd: int) -> os.stat_result:
+        # The file, or its changes, was opened. Another process writes the file anew.
+        monkeypatch.setattr(os, "fstat", real)
+        store.save("m", last)
+        return real(fd)
+
+    reader = WeightStore(store.directory)
+    monkeypatch.setattr(os, "fstat", slow)
+    found = reader.load("m")
+    assert found is not None and found.version in (17, 18)
 
 
 @pytest.mark.slow
@@ -145,12 +182,12 @@ def test_no_flipped_bit_makes_another_version(store: WeightStore) -> None:
         flipped[index] ^= 1 << index % 8
         changes.write_bytes(flipped)
         try:
-            # The compression has some bits without a meaning.
+            # The compression has bits without a meaning, and records are padded.
             assert_same(loaded(store), update)
         except StoreError as exc:
             assert "m.changes: " in str(exc)
             noticed += 1
-    assert noticed > 0.98 * len(whole)
+    assert noticed > 0.9 * len(whole)
 
 
 def test_a_version_that_is_missing_is_noticed(store: WeightStore) -> None:
@@ -235,6 +272,7 @@ def test_a_failing_disk_leaves_the_version_before(
         patched.setattr(os, "fsync", full)
         with pytest.raises(StoreError, match="No space left"):
             store.save("m", third)
+        assert_same(loaded(store), second)
     store.save("m", fourth)
     assert_same(loaded(store), fourth)
 
