@@ -24,7 +24,7 @@ class Viewed:
     """Finds, among some CPU tensors, those whose memory other tensors view, too.
 
     Keeps their memory alive. An array or a memoryview counts as the tensor that it keeps; a storage
-    object, and memory that was handed over through DLPack, do not count.
+    object, and a tensor that was itself handed over through DLPack, do not count.
 
     Args:
         tensors: The tensors. Those in one storage do not count as others for each other.

@@ -61,9 +61,10 @@ def _graph(model: nn.Linear) -> Any:
         lambda model: model.weight[0],
         lambda model: list(model.named_parameters()) and model.weight.view(-1),
         lambda model: torch.utils.dlpack.to_dlpack(model.weight.detach()),
+        lambda model: np.from_dlpack(model.weight.detach()),
         _graph,
     ],
-    ids=["state_dict", "data", "numpy", "row", "view", "dlpack", "graph"],
+    ids=["state_dict", "data", "numpy", "row", "view", "dlpack", "from_dlpack", "graph"],
 )
 def test_a_held_view_is_noticed_until_it_dies(hold: Callable[[nn.Linear], Any]) -> None:
     model, flat, layout = flipped()
