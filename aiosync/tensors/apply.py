@@ -21,7 +21,7 @@ from torch import nn
 from aiosync._log import log
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.accelerator import accelerator
-from aiosync.tensors.buffer import FlatBuffer, Layout
+from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
 from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.in_place import QUICK_NBYTES
 from aiosync.tensors.matching import BufferChoice, Strict
@@ -406,8 +406,15 @@ def _back_up(plan: Plan, undo: Undo) -> None:
             # torch refuses to write to an expanded tensor, whose elements are one in memory.
             single = tuple(slice(None if step else 1) for step in tensor.stride())
             elements = tensor.detach()[single]
-            undo.append(partial(elements.copy_, elements.clone()))
+            restore = _put_back if in_flat_memory(tensor) else torch.Tensor.copy_
+            undo.append(partial(restore, elements, elements.clone()))
         undo.append(partial(_set_data, tensor, tensor.data))
+
+
+def _put_back(elements: torch.Tensor, old: torch.Tensor) -> None:
+    """Write the old elements back if they differ: the memory of an update may be read-only."""
+    if not torch.equal(_bits(elements, old.dtype), _bits(old, old.dtype)):
+        elements.copy_(old)
 
 
 def _try_undo(step: Callable[[], object]) -> None:

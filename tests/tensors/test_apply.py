@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from aiosync.tensors import (
 )
 from aiosync.tensors.buffer import in_flat_memory
 from aiosync.wire import DTYPE_NBYTES
+from tests.support.pages import ROOT
 from tests.tensors._models import (
     Everything,
     Labelled,
@@ -838,6 +841,66 @@ def test_extra_state_that_is_refused(copy: bool) -> None:
     target.refuse = False
     receiver.apply_(layout, flat, values, copy=copy)
     assert (target.extra, target.first.weight.sum()) == (2.0, 18)
+
+
+READ_ONLY = """
+import mmap, tempfile, torch
+from torch import nn
+from aiosync.tensors import FlatBuffer, Target
+from tests.tensors._models import all_bits, packed
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.refuses = nn.Linear(64, 64), nn.Linear(64, 64), False
+        nn.init.constant_(self.a.bias, torch.nan)
+
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        if self.refuses:
+            raise ValueError("this state is refused")
+
+layout, flat, values = packed(Model())
+with tempfile.TemporaryFile() as file:
+    file.write(flat.memoryview())
+    file.flush()
+    block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+model = Model()
+receiver = Target(model, strict=False)
+receiver.apply_(layout, FlatBuffer(block), values, copy=False)
+before, model.refuses = all_bits(model), True
+layout, flat, _ = packed({"b.weight": torch.ones(64, 64)})
+for copy in (False, True):
+    try:
+        receiver.apply_(layout, flat, {"_extra_state": 2}, copy=copy)
+    except ValueError as exc:
+        print(exc, all_bits(model) == before)
+"""
+
+
+def test_a_refused_part_leaves_weights_in_read_only_memory_alone() -> None:
+    command = [sys.executable, "-c", READ_ONLY]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines() == ["this state is refused True"] * 2
+
+
+def test_writes_to_the_memory_of_an_earlier_part_are_undone(copy: bool) -> None:
+    class WritesThere(Refuses):
+        def set_extra_state(self, state: float) -> None:
+            nn.init.constant_(self.first.bias, state)
+            super().set_extra_state(state)
+
+    target = WritesThere(1.0, refuse=True)
+    receiver = Target(target, strict=False)
+    send({"first.bias": torch.full((3,), 5.0)}, receiver, copy=False)
+    before = all_bits(target)
+    layout, flat, _ = packed({"first.weight": torch.ones(3, 3)})
+    with pytest.raises(RuntimeError, match="this state is refused"):
+        receiver.apply_(layout, flat, {"_extra_state": 2.0}, copy=copy)
+    assert all_bits(target) == before
 
 
 EXPANDED = [
