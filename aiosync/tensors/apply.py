@@ -351,7 +351,7 @@ class Target:
         if viewed:
             plan.copies.note_memory()
             self._log_new_memory(plan, viewed)
-        self._set_values(plan, layout, sources, values)
+        self._set_values(plan, layout, sources, values, undo)
 
     def _set_values(
         self,
@@ -359,6 +359,7 @@ class Target:
         layout: Layout,
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
+        undo: Undo,
     ) -> None:
         """Set the values of the target; an extra state of a module may be a bare tensor."""
         clones: dict[int, torch.Tensor] = {}
@@ -378,7 +379,7 @@ class Target:
             if plan.tensors.tree is not None:
                 place.owner.set_extra_state(value)
             else:
-                store(self.target, place.owner, place.key, value)
+                store(self.target, place.owner, place.key, value, undo)
 
 
 def _flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:

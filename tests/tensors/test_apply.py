@@ -404,6 +404,59 @@ def test_values_of_containers(copy: bool) -> None:
     assert td.is_locked
 
 
+def _in_unlocked(td: TensorDict) -> TensorDict:
+    root = TensorDict({"actor": td.lock_()})
+    root.set_non_tensor("count", 0)
+    return root
+
+
+LOCKED: dict[str, Callable[[TensorDict], Any]] = {
+    "dict": lambda td: {"count": 0, "actor": td.lock_()},
+    "unlocked": _in_unlocked,
+    "deep": lambda td: {"count": 0, "actor": TensorDict({"net": td}).lock_()},
+    "deep in unlocked": lambda td: _in_unlocked(TensorDict({"net": td})),
+    "params": lambda td: {"count": 0, "actor": TensorDict({"p": TensorDictParams(td)}).lock_()},
+}
+
+
+@pytest.mark.parametrize("of", ["cpu", "meta", "a TensorDict on meta"])
+@pytest.mark.parametrize("nest", LOCKED)
+def test_locked_tensordicts_in_other_containers(nest: str, of: str, copy: bool) -> None:
+    def build(step: int, of: str = "cpu") -> TensorDict:
+        weight = torch.full((2,), float(step), device=of.split()[-1])
+        td = TensorDict({"w": weight}, device="meta" if " " in of else None)
+        td.set_non_tensor("step", step)
+        return td
+
+    td, source = build(0, of), LOCKED[nest](build(4))
+    target, sent = LOCKED[nest](td), collect(source)
+    receiver = Target(target)
+    for _ in range(2):
+        send(source, receiver, copy=copy)
+        found = collect(target)
+        assert (found.values, sorted(found.values.values())) == (sent.values, [0, 4])
+        assert [leaf.tensor.tolist() for leaf in found.leaves] == [[4, 4]]
+        assert td.is_locked
+
+
+def test_values_are_put_back_if_a_later_one_is_refused(copy: bool) -> None:
+    class Refusing(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            if (key, value) == ("last", 1):
+                raise ValueError("this value is refused")
+            super().__setitem__(key, value)
+
+    inner = TensorDict({"w": torch.zeros(2)})
+    inner.set_non_tensor("step", 0)
+    target = Refusing({"count": 0, "actor": inner.lock_(), "last": 0})
+    actor = TensorDict({"w": torch.ones(2)})
+    actor.set_non_tensor("step", 4)
+    with pytest.raises(ValueError, match="this value is refused"):
+        send({"count": 1, "actor": actor, "last": 1}, target, copy=copy)
+    assert (target["count"], inner["step"], target["last"]) == (0, 0, 0)
+    assert (inner["w"].tolist(), inner.is_locked) == ([0, 0], True)
+
+
 def test_values_go_to_the_containers_that_are_there_now(copy: bool) -> None:
     source: dict[str, Any] = {"sub": {"w": torch.ones(2), "step": 1}}
     target: dict[str, Any] = {"sub": {"w": torch.zeros(2), "step": 0}}
@@ -1111,6 +1164,16 @@ def test_both_tables_get_the_weights(split: Any, copy: bool) -> None:
         receiver.detach_(flat)
         flat.array[:] = 0xFF
     assert set(model()) == {4}
+
+
+def test_a_locked_tensordictparams_gets_memory(copy: bool) -> None:
+    model = Model(9.0)
+    _meta_as_torchrl(model)
+    model.params.lock_()
+    send(Model(1.0), model, copy=copy)
+    assert set(model()) == {1}
+    _check_tables(model)
+    assert model.params.is_locked
 
 
 def test_a_source_sends_what_its_forward_computes_with() -> None:
