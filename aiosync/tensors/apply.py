@@ -22,6 +22,7 @@ from aiosync._log import log
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
+from aiosync.tensors.cache_owners import erase_caches, find_cache_owners
 from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.in_place import QUICK_NBYTES
 from aiosync.tensors.matching import BufferChoice, Strict
@@ -261,6 +262,7 @@ class Target:
         """
         self._plan = None
         found, tree = walk(self.target)
+        erase_caches(find_cache_owners(self.target, tree))
         # The table of a TensorDictParams may have parameters that a walk does not find.
         tensors = [*found.tensors, *(tree.root.parameters() if tree is not None else ())]
         clones: dict[Any, torch.Tensor] = {}
@@ -332,7 +334,8 @@ class Target:
         # Extra states come last, as set_extra_state() may look at the weights: then all is backed
         # up.
         new = _replacements(plan, sources)
-        # These are found first, because the backup views the tensors, too.
+        # Views are counted when the caches have none any more, and the backup has none yet.
+        erase_caches(plan.cache_owners)
         viewed = plan.copies.find_viewed()
         memory = _memory_of_moved(plan, sources)
         if plan.values:

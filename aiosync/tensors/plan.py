@@ -15,6 +15,7 @@ from torch import nn
 from aiosync.errors import ConfigError
 from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.buffer import Layout, in_flat_memory
+from aiosync.tensors.cache_owners import find_cache_owners
 from aiosync.tensors.copying import is_plain_cpu
 from aiosync.tensors.in_place import InPlaceCopies
 from aiosync.tensors.matching import BufferChoice, Matching, Spot, Strict
@@ -56,6 +57,7 @@ class Plan:
         copies: Tensors that are copied in place.
         devices: The accelerators of the tensors that get weights.
         first_parameter: The first plain parameter of the target; ``None`` for none.
+        cache_owners: Objects in the target that keep results made of its tensors.
         is_single_use: The target is another one afterwards, for which there is no plan yet.
         pick_flipped: Picks, of tensors in the order of the leaves, those that ``moved`` become
             views of; ``None`` unless that is all there is to change, and cannot fail.
@@ -122,7 +124,8 @@ class Plan:
         self.is_single_use: bool = bool(self.puts) or not all_views
         self.digest: bytes = layout.digest
         self.pick_flipped: _Pick | None = None
-        if not (self.is_single_use or self.values or self.equal or copies):
+        self.cache_owners: list[Any] = find_cache_owners(target, self.tensors.tree)
+        if not (self.is_single_use or self.values or self.equal or copies or self.cache_owners):
             self.pick_flipped = self._picker()
 
     def _picker(self) -> _Pick | None:

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from aiosync import WeightStrategy
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors import (
+    FlatBuffer,
     Layout,
     Target,
     collect,
@@ -389,6 +390,50 @@ def test_any_form_into_any_form(of: str, to: str, copy: bool) -> None:
         found = {leaf.name: bits(leaf.tensor) for leaf in collect(target).leaves}
         assert found == {leaf.name: bits(leaf.tensor) for leaf in collect(source).leaves}
         add_one(source)
+
+
+CACHING: dict[str, Callable[[nn.Module], Any]] = {
+    "tensordict": lambda model: TensorDict.from_module(model).lock_(),
+    "dict": lambda model: {"actor": TensorDict.from_module(model).lock_()},
+    "unlocked": lambda model: TensorDict({"actor": TensorDict.from_module(model).lock_()}),
+    "params": lambda model: TensorDictParams(TensorDict.from_module(model).lock_()),
+    "module": lambda model: nn.ModuleDict({"actor": TensorDict.from_module(model, as_module=True)}),
+}
+
+
+def _numbers(td: Any) -> set[float]:
+    """Return the numbers in a TensorDict's ``detach()``, which a locked one makes only once."""
+    return {
+        number
+        for _, leaf in td.lock_().detach().items(include_nested=True, leaves_only=True)
+        for number in leaf.flatten().tolist()
+    }
+
+
+@pytest.mark.parametrize("form", CACHING)
+def test_a_locked_tensordict_detaches_each_version(form: str, copy: bool) -> None:
+    def build(value: float) -> Any:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        for tensor in model.state_dict().values():
+            tensor.fill_(value)
+        return CACHING[form](model)
+
+    target, flats = build(0), list[FlatBuffer]()
+    receiver = Target(target)
+    for value in (1, 2, 3, 4):
+        flats.append(send(build(value), receiver, copy=copy))
+        part = target["actor"] if form in ("dict", "unlocked", "module") else target
+        assert _numbers(part) == {value}
+        assert all(flat.exclusive() for flat in flats[:-1])
+        if value == 2 and isinstance(target, nn.ModuleDict):
+            # This puts another TensorDict into the TensorDictParams.
+            target.cpu()
+            assert _numbers(target["actor"]) == {value}
+    receiver.detach_(flats[-1])
+    with torch.no_grad():
+        for leaf in collect(target).leaves:
+            leaf.tensor.fill_(5)
+    assert _numbers(part) == {5}
 
 
 def test_values_of_containers(copy: bool) -> None:
