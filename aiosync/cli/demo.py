@@ -16,6 +16,7 @@ from aiosync._log import LOGGER
 from aiosync.cli._common import errors_to, failing, write_text
 from aiosync.cli.demo_view import live, picture
 from aiosync.cli.progress import Progress
+from aiosync.errors import ConfigError
 
 __all__ = ["demo"]
 
@@ -43,7 +44,9 @@ def demo(
     ] = None,
     plot_to: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE", help="Write the live view as an SVG picture."),
+        typer.Option(
+            "--plot", metavar="FILE", help="Write the live view as an SVG picture; - is stdout."
+        ),
     ] = None,
 ) -> None:
     """Train CartPole with workers that aiosync keeps on the newest policy.
@@ -57,10 +60,14 @@ def demo(
     - `aiosync demo --transport pipe --workers 4`
     """
     errors = errors_to()
-    console = errors if json_to == "-" else Console(highlight=False, soft_wrap=True)
+    # A document on stdout must be alone there: everything else goes to stderr.
+    is_redirected = "-" in (json_to, plot_to)
+    console = errors if is_redirected else Console(highlight=False, soft_wrap=True)
     with failing("demo", errors) as accept_options:
         from aiosync.cli import ppo
 
+        if json_to == plot_to == "-":
+            raise ConfigError("--json and --plot cannot both write to stdout")
         _empty_files({"--json": json_to, "--plot": plot_to})
         accept_options()
         title = (
@@ -72,7 +79,8 @@ def demo(
         if not is_live:
             console.print(title)
 
-        view = live(progress, title, Console(highlight=False)) if is_live else nullcontext()
+        screen = Console(stderr=is_redirected, highlight=False)
+        view = live(progress, title, screen) if is_live else nullcontext()
         with _without_early_warnings(progress), view:
             ppo.train(progress, transport.value, workers, seed, sync)
         summary = {"transport": transport.value, "sync": sync, **progress.summary()}

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("gymnasium")
 
-from tests.cli._serving import command, run
+from tests.cli._serving import command, refused, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +89,46 @@ def test_a_terminal_shows_the_run_live(columns: int, tmp_path: Path) -> None:
     assert "mean return" in frame[-1]
     picture = plot.read_text()
     assert picture.startswith("<svg") and "worker&#160;1" in picture
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "option", [pytest.param("--json"), pytest.param("--plot", marks=pytest.mark.heavy)]
+)
+def test_a_document_on_stdout_is_alone_there(option: str, tmp_path: Path) -> None:
+    """The terminal on stderr shows the run live, and has the report."""
+    out = tmp_path / "out"
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, 80))
+    written = b""
+    with (
+        out.open("wb") as stdout,
+        subprocess.Popen(
+            command("demo", "--seconds", "1", option, "-"),
+            stdout=stdout,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+        ) as process,
+    ):
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # EIO, once the demo has closed the terminal
+            while data := os.read(ours, 65536):
+                written += data
+    os.close(ours)
+    document, shown = out.read_text(), written.decode()
+    assert process.returncode in (0, 1), shown
+    if option == "--json":
+        assert json.loads(document)["num_workers"] == 2
+    else:
+        assert document.startswith("<svg") and document.rstrip().endswith("</svg>")
+    assert "worker 0" in shown
+    assert "mean return" in shown.splitlines()[-1]
+
+
+def test_two_documents_on_stdout_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = refused(capsys, "demo", "--json", "-", "--plot", "-")
+    assert (status, "cannot both" in text) == (2, True)
 
 
 @contextlib.contextmanager
