@@ -89,13 +89,16 @@ def doctor(
     with failing("doctor", errors):
         given = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
         checks = _checks_here(workers)
+        # A pipe gives the token once, and two checks need it.
+        notes = io.StringIO()
+        read = functools.cache(lambda: read_token(token_file, Console(file=notes, soft_wrap=True)))
         if token_file is not None or TOKEN_VARIABLE in os.environ:
-            checks["token"] = functools.partial(_token, token_file)
+            checks["token"] = functools.partial(_token, token_file, read, notes)
         if given is not None:
             given.dialling_context()
             checks["TLS"] = lambda: "the certificate files can be used"
         if url is not None:
-            checks["reachable"] = functools.partial(_reach, url, token_file, given)
+            checks["reachable"] = functools.partial(_reach, url, read, given)
         with status_line(errors, quiet) as say:
             table, failed = _run_checks(checks, say)
         _report(table, failed)
@@ -255,21 +258,18 @@ def _open_files(workers: int) -> str:
     return f"ulimit -n is {soft} (hard limit {hard}){advice if 0 <= soft < wanted else ''}"
 
 
-def _token(path: Path | None) -> str:
+def _token(path: Path | None, read: Callable[[], bytes | None], notes: io.StringIO) -> str:
     """Return the length and the place of the token, with advice if it is short or not private."""
-    notes = io.StringIO()
-    token = read_token(path, Console(file=notes, soft_wrap=True)) or b""
+    token = read() or b""
     short = "it is short: make a new one with `aiosync token FILE`" if len(token) < 16 else ""
     return f"{len(token)} bytes from {path or TOKEN_VARIABLE}\n{short or notes.getvalue().strip()}"
 
 
-def _reach(url: str, token_file: Path | None, tls: TLS | None) -> str:
+def _reach(url: str, read: Callable[[], bytes | None], tls: TLS | None) -> str:
     """Ask a trainer or weight server for its models, and return them with the time it took."""
     from aiosync.server import WeightClient
 
-    # The row "token" shows the notes about the file, so they are dropped here.
-    token = read_token(token_file, Console(file=io.StringIO()))
-    started = time.monotonic()
+    token, started = read(), time.monotonic()
     models = run(WeightClient(url, token=token, tls=tls).stats(timeout=_ANSWER_SECONDS))
     listed = "; ".join(
         f"{plain(each.model, 60)} has version {each.version}, workers: "

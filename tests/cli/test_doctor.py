@@ -136,6 +136,20 @@ async def test_a_server_is_reached_with_its_token_and_not_with_another(
 
 
 @pytest.mark.asyncio
+async def test_a_pipe_gives_the_token_to_both_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    async with WeightServer(URL, token=SECRET) as server:
+        giving = asyncio.create_task(asyncio.to_thread(pipe.write_text, SECRET))
+        status, found = await asked(capsys, server.url, "--token-file", str(pipe))
+        await giving
+    assert (status, found["token"]) == (0, f"ok {len(SECRET)} bytes from {pipe}")
+    assert found["reachable"].startswith("ok ")
+
+
+@pytest.mark.asyncio
 async def test_what_a_server_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     async with WeightServer(URL) as server, trainer(server) as source:
         await send(source, 1.0)
