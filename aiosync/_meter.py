@@ -177,11 +177,13 @@ class Meter:
         started: float,
         seconds: Mapping[str, float] = _NONE,
         nbytes: int = 0,
+        wire_nbytes: int = 0,
+        trace: str | None = None,
     ) -> None:
         """Count a sync and call :meth:`tell` with these arguments. For one thread at a time."""
-        self.count(outcome, nbytes, 0)
+        self.count(outcome, nbytes, wire_nbytes)
         if self.observers:
-            self.tell(outcome, epoch, version, started, seconds, nbytes, 0, None)
+            self.tell(outcome, epoch, version, started, seconds, nbytes, wire_nbytes, trace)
 
     def tell(
         self,

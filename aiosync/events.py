@@ -161,9 +161,10 @@ class Observer(Protocol):
     """An object that is told of syncs: give one to a scheme's ``add_observer()``.
 
     It may also have ``traceparent(started_at: float) -> str | None``. That is called when the
-    weights of a send are copied, on the thread that sends, with the time at which the send began,
-    in seconds since the Unix epoch. It returns the ``traceparent`` of a span that it began for the
-    send. That travels with the update, and is :attr:`SyncEvent.trace` here and at the workers.
+    weights of a send are copied, or could not be, on the thread that sends, with the time at which
+    the send began, in seconds since the Unix epoch. It returns the ``traceparent`` of a span that
+    it began for the send. That travels with the update, and is :attr:`SyncEvent.trace` here and at
+    the workers.
     """
 
     def on_sync(self, event: SyncEvent) -> object:

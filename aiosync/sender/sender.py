@@ -643,11 +643,12 @@ class WeightSender:
 
     @contextlib.contextmanager
     def _preparing(self, started: float) -> Iterator[None]:
-        """Count a send that fails before it has a version."""
+        """Count a send that fails before it has a version, within the trace of its caller."""
         try:
             yield
         except AiosyncError as exc:
-            self.meter.ended("timeout" if isinstance(exc, SyncTimeout) else "error", 0, 0, started)
+            outcome: SyncOutcome = "timeout" if isinstance(exc, SyncTimeout) else "error"
+            self.meter.ended(outcome, 0, 0, started, trace=self.meter.trace(started))
             raise
 
     def _on_crash(self, error: BaseException) -> None:

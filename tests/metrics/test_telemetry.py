@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 pytest.importorskip("opentelemetry.sdk")
 pytest.importorskip("prometheus_client")
@@ -153,6 +156,41 @@ def test_a_send_of_the_blocking_api_is_within_the_callers_span(address, exporter
                 time.sleep(0.001)
     sends = [each for each in exported(exporter) if each["name"] == "aiosync.send"]
     assert [each["parent"] for each in sends] == [step.get_span_context().span_id] * 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_send_that_fails_before_its_copy_is_within_the_callers_span(
+    at_once, exporter
+) -> None:
+    source, made = linear(), provider(exporter)
+    optimizer, began, go = torch.optim.SGD(source.parameters()), Event(), Event()
+
+    def closure() -> float:
+        began.set()
+        go.wait(PATIENCE)
+        return 0.0
+
+    scheme = aiosync.MultiProcessWeightSyncScheme()
+    async with here(scheme, linear(), sender={"model": source}) as (sender, _):
+        sender.add_observer(Tracing(made))
+        stepping = asyncio.create_task(asyncio.to_thread(optimizer.step, closure))
+        try:
+            await asyncio.to_thread(began.wait, PATIENCE)
+            with (
+                made.get_tracer("trainer").start_as_current_span("a training step") as step,
+                pytest.raises(aiosync.SyncTimeout),
+            ):
+                if at_once:
+                    sender.send_nowait(timeout=0.1)
+                await sender.send(timeout=0.1)
+        finally:
+            go.set()
+            await stepping
+        await until(lambda: len(exporter.get_finished_spans()) == 2)
+    [send] = [each for each in exported(exporter) if each["name"] == "aiosync.send"]
+    assert send["parent"] == step.get_span_context().span_id
+    assert (send["error"], send["attributes"]["aiosync.outcome"]) == (True, "timeout")
 
 
 @pytest.mark.asyncio
