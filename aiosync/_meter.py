@@ -165,9 +165,10 @@ class Meter:
     def count(self, outcome: SyncOutcome, nbytes: int, wire_nbytes: int) -> None:
         """Count a sync that has ended. Called by one thread at a time."""
         self.finished[outcome] += 1
+        # Bytes of an update that was skipped or refused have travelled, too.
+        self._wire_nbytes += wire_nbytes
         if outcome == "ok":
             self.nbytes += nbytes
-            self._wire_nbytes += wire_nbytes
 
     def ended(
         self,

@@ -29,7 +29,7 @@ cancel_connect_of_a_worker, cancel_close.
 changing: steps_beside_a_send, steps_in_a_thread, writes_beside_a_send, a_step_that_raised.
 
 costs: stats, observers, observed_refusals, observer_raises, bounded_lag, lag_by_hand,
-lag_of_the_dead.
+bytes, lag_of_the_dead.
 
 The suite works with any test-runner: ``await check.run(factory, hooks)`` for each of
 :data:`tests.contract.suite.CONTRACT_CHECKS`. The modules of checks import neither pytest nor a

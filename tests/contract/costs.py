@@ -280,6 +280,31 @@ async def check_lag_by_hand(bench: Bench) -> None:
         assert worker.scheme.stats().started == started
 
 
+async def check_bytes(bench: Bench) -> None:
+    """A worker counts all bytes that travelled, and those of the weights that its model took."""
+    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
+        worker = crew.workers[0].scheme
+        first = worker.stats()
+        # Either a link carries all the bytes, or shared memory none.
+        assert first.wire_nbytes in (0, first.nbytes)
+        for number in (2.0, 3.0):
+            handle = crew.send_nowait(number)
+            await worker.wait_staged(handle.version)
+        await worker.wait_lag_below(1)
+        await handle
+        found = worker.stats()
+        assert (found.nbytes, found.wire_nbytes) == (2 * first.nbytes, 3 * first.wire_nbytes)
+        weights = {f"layers.{idx}": torch.zeros(3, 3) for idx in range(5)}
+        refusal = raises(aiosync.PartialSyncError, crew.sender.send(weights))
+        async with background(refusal) as [sending]:
+            await worker.wait_staged(4)
+            refuses(aiosync.ApplyError, worker.apply_pending)
+            await asyncio.wait_for(sending, PATIENCE)
+        last = worker.stats()
+        assert last.nbytes == found.nbytes
+        assert (last.wire_nbytes > found.wire_nbytes) == (first.wire_nbytes > 0)
+
+
 @needs("process")
 async def check_lag_of_the_dead(bench: Bench) -> None:
     """wait_lag_below() stops waiting for a worker that dies."""
@@ -303,6 +328,7 @@ CHECKS = (
     check_observer_raises,
     check_bounded_lag,
     check_lag_by_hand,
+    check_bytes,
     check_lag_of_the_dead,
     check_lag_of_those_who_are_sent_nothing,
 )
