@@ -65,6 +65,7 @@ class Meter:
         self._num_marks = 0
         self._last_seconds = _NONE
         self._events: deque[SyncEvent] = deque(maxlen=_MOST_EVENTS)
+        self._is_delivery_due = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, role: SyncRole, model: str, transport: str) -> None:
@@ -212,10 +213,11 @@ class Meter:
         self._last_seconds, at = seconds, _wall_time(started)
         named = self.role, self.model, self.transport, epoch, version, outcome
         self._events.append(SyncEvent(*named, seconds, nbytes, wire_nbytes, at, trace))
-        # The first event that waits schedules the delivery. Every 64th does so, too, in case an
-        # exception of a signal's handler has prevented the first.
-        if len(self._events) % 64 != 1 or self._loop is None:
+        # Two threads may add the first events at once: their number does not show that. Every 64th
+        # schedules the delivery, too, in case an exception of a signal's handler has prevented it.
+        if (self._is_delivery_due and len(self._events) % 64 != 1) or self._loop is None:
             return
+        self._is_delivery_due = True
         if asyncio._get_running_loop() is self._loop:
             self._loop.call_soon(self.deliver)
             return
@@ -223,6 +225,8 @@ class Meter:
 
     def deliver(self) -> None:
         """Tell observers of the events that wait. Called on the loop."""
+        # Cleared first, so that an event which this does not see schedules another delivery.
+        self._is_delivery_due = False
         try:
             for _ in range(len(self._events)):
                 event = self._events.popleft()
