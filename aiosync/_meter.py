@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiosync._log import log
 from aiosync._tasks import call_soon
@@ -21,7 +21,7 @@ from aiosync.errors import ConfigError
 from aiosync.events import Observer, SyncEvent, SyncOutcome, SyncRole, SyncStats
 from aiosync.wire import is_traceparent
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "SyncFacts"]
 
 # Most events that wait for the loop; the oldest are dropped beyond that.
 _MOST_EVENTS = 1024
@@ -30,6 +30,9 @@ _MARK_SECONDS = 0.05
 _MARKS_KEPT = 32
 _OUTCOMES: tuple[SyncOutcome, ...] = ("ok", "skipped", "refused", "timeout", "error")
 _NONE: Mapping[str, float] = {}
+
+SyncFacts: TypeAlias = tuple[int, int, float, Mapping[str, float], int, int, str | None]
+"""The arguments of :meth:`Meter.ended` after the outcome."""
 
 
 class Meter:
@@ -43,6 +46,7 @@ class Meter:
         transport: Short name of the scheme.
         finished: Number of syncs that ended, by outcome.
         nbytes: Bytes of weights in the syncs that ended well.
+        num_deferred: Number of syncs that an async hook is yet to end.
         observers: Observers that are told of syncs.
         mark_due: When :meth:`mark` is next to be called, on ``time.perf_counter()``'s clock.
     """
@@ -56,6 +60,7 @@ class Meter:
         self.finished: dict[SyncOutcome, int] = dict.fromkeys(_OUTCOMES, 0)
         self.observers: tuple[Observer, ...] = ()
         self.nbytes: int = 0
+        self.num_deferred: int = 0
         self.mark_due: float = 0.0
         self._wire_nbytes = 0
         # The greatest number that stats() returned, so that the next one is no smaller.
@@ -110,8 +115,9 @@ class Meter:
         finished = self.finished.copy()
         # ``started`` never falls, although a sync may be in neither number: one that ends between
         # the two readings, or that was forgotten while it waited. It is never too large, as the
-        # syncs under way are read last.
-        self._started = max(self._started, sum(finished.values()) + under_way())
+        # numbers are read against the way of a sync: those under way last.
+        begun = sum(finished.values()) + self.num_deferred + under_way()
+        self._started = max(self._started, begun)
         known: dict[str, Any] = {
             "started": self._started,
             "finished": finished,

@@ -29,8 +29,9 @@ SyncOutcome: TypeAlias = Literal["ok", "skipped", "refused", "timeout", "error"]
 Of a trainer: ``"ok"``, the send returned a report; ``"skipped"``, it did, and every worker that it
 addressed had a newer version; ``"refused"``, too few workers applied the version, and one of them
 refused it; ``"timeout"``, a worker did not answer, or the weights could not be copied in time;
-``"error"``, any other failure. Of a worker: ``"ok"``, the model has the version; ``"skipped"``, a
-newer one came before it was applied; ``"refused"``, the model or a transform refused it.
+``"error"``, any other failure. Of a worker: ``"ok"``, the model has the version, and an ``async``
+hook for it has ended; ``"skipped"``, a newer one came before it was applied; ``"refused"``, the
+model, a transform or a hook refused it.
 """
 
 WorkerState: TypeAlias = Literal["joining", "ready", "lagging", "lost", "left"]

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiosync.errors import StaleVersion
 from aiosync.protocol.version_order import Inbox
@@ -84,7 +84,8 @@ class Ledger:
     Each method that returns an :class:`Answer` expects that the answer is sent, in this order.
 
     Args:
-        awaits_hook: Returns True if an async hook has to end before a version counts as held.
+        awaits_hook: Returns the async hook that has to end before a version counts as held, or
+            ``None``.
 
     Attributes:
         inbox: The newest version that arrived, and the version that the model has.
@@ -94,9 +95,10 @@ class Ledger:
         num_waiting: Number of calls that wait for a version now.
         num_answers: Number of answers to :meth:`want` that came.
         coming: Epoch and version that the trainer announced and that did not arrive yet.
+        awaits_hook: As given.
     """
 
-    def __init__(self, awaits_hook: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, awaits_hook: Callable[[], Any] = lambda: None) -> None:
         self.inbox: Inbox = Inbox()
         self.refused: Refusal | None = None
         self.owed: int = 0
@@ -104,7 +106,7 @@ class Ledger:
         self.num_waiting: int = 0
         self.num_answers: int = 0
         self.coming: tuple[int, int] | None = None
-        self._awaits_hook = awaits_hook
+        self.awaits_hook: Callable[[], Any] = awaits_hook
         # Epoch and version, let go by the model, that the trainer is asked to send again.
         self._asked_of: tuple[int | None, int] | None = None
         # The last answer about the newest version.
@@ -233,7 +235,7 @@ class Ledger:
     def held(self) -> tuple[int | None, int]:
         """Epoch and version on which the trainer may count: applied, and any async hook ended."""
         inbox = self.inbox
-        if self._awaits_hook() and inbox.version:
+        if self.awaits_hook() and inbox.version:
             return self.passed_on
         return inbox.epoch, inbox.version
 
@@ -323,7 +325,7 @@ class Ledger:
             return self.report(epoch, version, AckStatus.APPLIED)
         if inbox.taken == (epoch, version):
             # A read took it by the word. It may be gone again, or its async hook has yet to end.
-            status = AckStatus.RECEIVED if self._awaits_hook() else AckStatus.APPLIED
+            status = AckStatus.RECEIVED if self.awaits_hook() else AckStatus.APPLIED
             return self.report(epoch, version, status)
         # The transform has not ended yet; its result is reported later.
         if transforming and (inbox.newest_epoch, inbox.newest) == (epoch, version):

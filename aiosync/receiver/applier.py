@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from aiosync._interrupts import is_interrupt
-from aiosync._meter import Meter
+from aiosync._meter import Meter, SyncFacts
 from aiosync._repr import text_of
 from aiosync._tasks import call_soon
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError, TransportError
@@ -329,8 +329,12 @@ class Applier:
         # The model no longer needs the update before; or this one, if it was copied or refused.
         unused = self._before if staged.taken and not model.copy else staged
         has_to_tell = self._finish_update(staged, unused, read_has_to_raise)
-        # Counted before the trainer or a waiting call hears of the update.
-        if error is None:
+        # Counted before the trainer or a waiting call hears of the update. An async hook may still
+        # refuse it: then it is counted once that has ended.
+        after = self._ledger.awaits_hook() if has_to_tell and error is None else None
+        if after is not None:
+            staged.hook = after, self._facts_of(staged, began)
+        elif error is None:
             self.note("ok", staged, began)
         if has_to_tell:
             self._tell(staged, unused)
@@ -403,23 +407,26 @@ class Applier:
             staged: The update.
             closed_at: Time since when no read could begin, on ``time.perf_counter()``'s clock.
         """
-        meter, nbytes, wire_nbytes = self._meter, staged.layout.nbytes, staged.wire_nbytes
-        meter.count(outcome, nbytes, wire_nbytes)
-        if not meter.observers:
-            return
+        meter = self._meter
+        if meter.observers:
+            meter.ended(outcome, *self._facts_of(staged, closed_at))
+        else:
+            meter.count(outcome, staged.layout.nbytes, staged.wire_nbytes)
+
+    def _facts_of(self, staged: Staged, closed_at: float) -> SyncFacts:
+        """Return what an observer is told of an update, with the seconds that it took until now."""
         now, began, seconds = time.perf_counter(), staged.began or staged.at, dict[str, float]()
         if staged.began:
             seconds["stage"] = staged.at - began
         if closed_at:
             seconds |= {"apply": now - staged.at, "pause": now - closed_at}
-        meter.tell(
-            outcome,
+        return (
             staged.epoch,
             staged.version,
             began,
             seconds,
-            nbytes,
-            wire_nbytes,
+            staged.layout.nbytes,
+            staged.wire_nbytes,
             staged.trace if staged.slot is None else staged.slot.trace,
         )
 

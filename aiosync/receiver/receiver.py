@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from aiosync._log import LOGGER
-from aiosync._meter import Meter
+from aiosync._meter import Meter, SyncFacts
 from aiosync._repr import text_of
 from aiosync._tasks import Newest, TaskOwner, work_in_thread
 from aiosync.errors import (
@@ -36,7 +36,7 @@ from aiosync.errors import (
     StaleVersion,
     TransportClosed,
 )
-from aiosync.events import SyncStats
+from aiosync.events import SyncOutcome, SyncStats
 from aiosync.protocol import Answer, Ledger
 from aiosync.receiver.answers import Outgoing
 from aiosync.receiver.applier import Applier
@@ -126,7 +126,7 @@ class WeightReceiver:
         self.updates: UpdateReader = UpdateReader(takes_deltas, self._on_message)
         self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
-        self.ledger: Ledger = Ledger(awaits_hook=lambda: after_apply() is not None)
+        self.ledger: Ledger = Ledger(awaits_hook=after_apply)
         self._transformer: Transformer | None = None
         if transform is not None or before_apply is not None:
             self._transformer = Transformer(transform, before_apply, self._tasks, self._transformed)
@@ -165,7 +165,7 @@ class WeightReceiver:
         self._after_apply = after_apply
         self._reconnect = reconnect
         self._log = log
-        self._hook_calls: Newest[tuple[AfterApply, int, int]]
+        self._hook_calls: Newest[tuple[AfterApply, SyncFacts]]
         self._hook_calls = Newest(self._await_hook, self._tasks, "aiosync applied hook")
         self.outage: Outage = outage
         self.error: BaseException | None = None
@@ -528,27 +528,38 @@ class WeightReceiver:
             return
         if LOGGER.isEnabledFor(logging.DEBUG):
             self._log("applied", f"the model has version {version}", version, logging.DEBUG)
-        after = None if self._closed else self._after_apply()
-        if after is None:
+        # Not kept in the update, which the model keeps: the hook refers to the scheme.
+        hook, staged.hook = staged.hook, None
+        if hook is None or self._closed:
             self._answer(epoch, version, AckStatus.APPLIED)
-        elif (old := self._hook_calls.begin((after, epoch, version))) is not None:
-            # The hook of that version had not begun, and is called for this one instead.
-            self._answer(*old[1:], AckStatus.SKIPPED)
+        else:
+            self.meter.num_deferred += 1
+            if (old := self._hook_calls.begin(hook)) is not None:
+                # The hook of that version had not begun, and is called for this one instead.
+                self._count_deferred("ok", old[1])
+                self._answer(*old[1][:2], AckStatus.SKIPPED)
         if staged.slot is not None:
             self._promise_reads()
             # A read may have taken it by the word alone, so that no message has registered it.
             if self.ledger.is_fetching:
                 self._has_come(epoch, version)
 
-    async def _await_hook(self, applied: tuple[AfterApply, int, int]) -> None:
+    def _count_deferred(self, outcome: SyncOutcome, facts: SyncFacts) -> None:
+        """Count a version whose outcome an async hook has deferred."""
+        self.meter.num_deferred -= 1
+        self.meter.ended(outcome, *facts)
+
+    async def _await_hook(self, applied: tuple[AfterApply, SyncFacts]) -> None:
         """Await the hook for a version that was applied, and answer with its result."""
-        after, epoch, version = applied
+        after, facts = applied
+        epoch, version = facts[:2]
         try:
             await after(epoch, version)
         except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
+            self._count_deferred("refused", facts)
             self._refuse(epoch, version, exc)
-            self.meter.ended("refused", epoch, version, time.perf_counter())
         else:
+            self._count_deferred("ok", facts)
             self.ledger.passed_on = (epoch, version)
             self._answer(epoch, version, AckStatus.APPLIED)
         self.waits.changed.notify()

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from aiosync._meter import SyncFacts
 from aiosync.device_memory import DeviceMemory
 from aiosync.errors import ConfigError, PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly
 from aiosync.receiver.kept_base import KeptBase
+from aiosync.receiver.scheme_hooks import AfterApply
 from aiosync.tensors import FlatBuffer, Layout, copy_pieces
 from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.device_buffer import DeviceBuffer
@@ -58,6 +60,8 @@ class Staged:
     slots: SlotReader | None = None
     # True if the memory is the link's.
     lent: bool = False
+    # The async hook that has to end before the outcome is known, and the facts to count then.
+    hook: tuple[AfterApply, SyncFacts] | None = None
     taken: bool = False
     error: BaseException | None = None
     reported: bool = False

@@ -199,6 +199,56 @@ async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
         assert models.holds(receiver, 9.0)
 
 
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("kind", ["plain", "slow"])
+async def test_a_version_that_a_hook_refused_is_counted_once(make: Any, kind: str) -> None:
+    class Listener:
+        def on_sync(self, event: aiosync.SyncEvent) -> None:
+            told.append((event.version, event.outcome))
+
+    told: list[tuple[int, str]] = []
+    owner = Told(kind)
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=owner.applied)}
+    # Without hooks on its forwards a model promises no reads, and the worker answers.
+    async with here(make(guard="reading"), models.linear(1.0), init) as (sender, receiver):
+        receiver.add_observer(Listener())
+        await sender.send()
+        owner.refused = "applied"
+        with pytest.raises(aiosync.PartialSyncError):
+            await sender.send()
+        owner.refused = None
+        await sender.send()
+        found = receiver.stats()
+        assert (found.started, found.finished["ok"], found.finished["refused"]) == (4, 3, 1)
+        await harness.until(lambda: len(told) >= 3)
+    assert told == [(2, "ok"), (3, "refused"), (4, "ok")]
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_version_counts_once_its_async_hook_has_ended(make: Any) -> None:
+    """A version whose hook gave way to a newer one was applied all the same."""
+    free = asyncio.Event()
+
+    async def pass_on(epoch: int, version: int) -> None:
+        await free.wait()
+
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=pass_on)}
+    free.set()
+    async with here(make(), models.linear(1.0), init) as (sender, receiver):
+        free.clear()
+        handles = []
+        for version in (2, 3, 4):
+            handles.append(sender.send_nowait(models.linear(float(version))))
+            await harness.until(lambda: receiver.version == handles[-1].version)
+        await harness.until(lambda: receiver.stats().finished["ok"] == 2)
+        assert receiver.stats().started == 4
+        free.set()
+        await asyncio.gather(*handles)
+        assert receiver.stats().finished["ok"] == receiver.stats().started == 4
+
+
 class Mute(Refuses):
     """Error without a text: ``str()`` of it raises, too."""
 
