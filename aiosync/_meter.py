@@ -47,6 +47,7 @@ class Meter:
         finished: Number of syncs that ended, by outcome.
         nbytes: Bytes of weights in the syncs that ended well.
         num_deferred: Number of syncs that an async hook is yet to end.
+        reconnects: Number of links that replaced a lost one.
         observers: Observers that are told of syncs.
         mark_due: When :meth:`mark` is next to be called, on ``time.perf_counter()``'s clock.
     """
@@ -61,6 +62,7 @@ class Meter:
         self.observers: tuple[Observer, ...] = ()
         self.nbytes: int = 0
         self.num_deferred: int = 0
+        self.reconnects: int = 0
         self.mark_due: float = 0.0
         self._wire_nbytes = 0
         # The greatest number that stats() returned, so that the next one is no smaller.
@@ -125,6 +127,7 @@ class Meter:
             "wire_nbytes": self._wire_nbytes,
             "skipped": finished["skipped"],
             "refused": finished["refused"],
+            "reconnects": self.reconnects,
             "seconds": self._last_seconds if self.observers else _NONE,
         }
         return SyncStats(self.role, self.model, self.transport, **(known | more))

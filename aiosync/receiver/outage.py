@@ -51,7 +51,6 @@ class Outage:
         lost_link: The error that ended the last link, with that of the last attempt to replace it;
             ``None`` while there is a link.
         progress: Number of chunks of updates, and of answers, that arrived.
-        reconnects: Number of links that replaced a lost one.
         subscribes: True if the trainer sends its newest version over a new link unasked.
     """
 
@@ -68,7 +67,6 @@ class Outage:
         self.farewell: bool = False
         self.lost_link: AiosyncError | None = None
         self.progress: int = 0
-        self.reconnects: int = 0
         self.subscribes: bool = True
         self._raises = on_lost == "raise"
         self._max_staleness = max_staleness
@@ -104,7 +102,6 @@ class Outage:
     def reconnect(self) -> None:
         """Note that another link replaces the lost one."""
         self.lost_link = self._end = None
-        self.reconnects += 1
 
     def end_link(
         self, error: AiosyncError, version: int, is_last: bool, wake: Callable[[], object]

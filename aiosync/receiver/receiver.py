@@ -286,6 +286,7 @@ class WeightReceiver:
     def _use_link(self, link: Transport) -> None:
         """Go on with the link that replaces the lost one."""
         self.outage.reconnect()
+        self.meter.reconnects += 1
         self.ledger.lose_link()
         self.applier.keep_memory()
         self._promise.begin_link()
@@ -613,7 +614,6 @@ class WeightReceiver:
             newest_version=lag + (version if inbox.epoch == inbox.newest_epoch else 0),
             lag=lag,
             age=0.0 if current is None else current.age,
-            reconnects=self.outage.reconnects,
         )
 
     # -- waiting -------------------------------------------------------------------------------

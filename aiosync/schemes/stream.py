@@ -43,7 +43,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     def reconnects(self) -> int:
         """Receiver: number of times that a lost link was replaced."""
         receiver = self._life.receiver
-        return 0 if receiver is None else receiver.outage.reconnects
+        return 0 if receiver is None else receiver.meter.reconnects
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """Make a link over a connected stream socket. Takes ownership of it; needs a running loop.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import functools
 import math
 import time
@@ -121,6 +122,8 @@ class WeightFeed:
         self._num_starts = 0
         # The switch that is under way: a load that outlasts its run ends in its own switch.
         self._swap: Swap | None = None
+        # Time of the last switch of any run, as the model keeps its weights.
+        self._activated_at: float | None = None
         self._reset()  # so that wrong arguments raise here and not in start()
         self._scheme.abort()
 
@@ -137,7 +140,6 @@ class WeightFeed:
         self._tasks = TaskOwner(self._on_crash)
         self._receiver: WeightReceiver | None = None  # it survives the loss of a link
         self._crash: BaseException | None = None  # the error that ended the feed, if any
-        self._activated_at: float | None = None  # time of the last switch
         # Since when, and why, the newest version waits for the gate.
         self._blocked: Cause | None = None
         self._apart_since = time.monotonic()  # since when there is no receiver
@@ -210,9 +212,10 @@ class WeightFeed:
         If the newest version is of another epoch, all versions of that epoch count. It is 0 while
         no source is reached, because no newer version is known then: see :attr:`status`.
         """
-        if self._receiver is None:
+        receiver = self._receiver
+        if receiver is None:
             return 0
-        inbox = self._receiver.ledger.inbox
+        inbox = receiver.ledger.inbox
         if inbox.newest_epoch != self.gate.epoch:
             return inbox.newest
         return max(inbox.newest - self.gate.version, 0)
@@ -235,15 +238,32 @@ class WeightFeed:
     @property
     def status(self) -> FeedStatus:
         """State of the feed and its link to the source, at this moment."""
-        causes = self._causes() if self._num_starts else []
-        return status_of(self.gate, self._receiver, causes, self._activated_at, self._ended())
+        return status_of(
+            self.gate,
+            self._receiver,
+            self._causes() if self._num_starts else [],
+            self._activated_at,
+            life_of(self._config).meter.reconnects,
+            self._ended(),
+        )
 
     def stats(self) -> SyncStats:
         """Return the counts of all runs so far and the present state. Never waits.
 
         May be called on any thread, also while the feed is not running.
         """
-        return self._scheme.stats()
+        found, version, at = self._scheme.stats(), self.gate.version, self._activated_at
+        if found.version or not version:
+            return found
+        # This run has brought no version yet: the model has the one that the gate serves.
+        return dataclasses.replace(
+            found,
+            epoch=self.gate.epoch or 0,
+            version=version,
+            newest_version=found.newest_version or version,
+            lag=self.lag,
+            age=0.0 if at is None else time.monotonic() - at,
+        )
 
     def add_observer(self, observer: Observer) -> None:
         """Tell an observer of each later version.

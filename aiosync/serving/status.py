@@ -103,6 +103,7 @@ def status_of(
     receiver: WeightReceiver | None,
     causes: Sequence[Cause],
     activated_at: float | None,
+    reconnects: int,
     ended: Ended | None = None,
 ) -> FeedStatus:
     """Return the status of the weights behind a gate.
@@ -112,6 +113,7 @@ def status_of(
         receiver: The receiver of its updates, if there is one.
         causes: The reasons why the weights may not be the newest ones.
         activated_at: Time of the last switch, by ``time.monotonic()``; ``None`` before any.
+        reconnects: Number of times that a lost link was restored.
         ended: State and reason of a feed that is not running.
     """
     now, version = time.monotonic(), gate.version
@@ -127,7 +129,7 @@ def status_of(
         age=None if activated_at is None else now - activated_at,
         stale_for=max((now - since for since, _ in causes), default=0.0),
         refused=None if refusing is None else refusing.version,
-        reconnects=0 if receiver is None else receiver.outage.reconnects,
+        reconnects=reconnects,
         swaps=gate.swaps,
         waits_for=gate.waits_for,
     )

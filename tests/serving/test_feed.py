@@ -391,6 +391,33 @@ async def test_a_feed_that_is_started_again_joins_again(address: str) -> None:
             assert (await admitted(feed, timeout=PATIENCE), feed.epoch) == (1, scheme.epoch)
 
 
+async def test_the_statistics_outlive_a_run(address: str) -> None:
+    source, feed = models.linear(), feed_of(address, model=models.linear())
+    async with trainer(source, address) as scheme:
+        async with feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            await scheme.send()
+            await until(lambda: feed.version == 2)
+            for transport in scheme.sender_transports.values():
+                transport.abort()
+            await until(lambda: feed.status.reconnects == 1)
+        before = feed.stats()
+    assert (before.version, before.reconnects) == (2, 1)
+    async with feed:
+        found = await asyncio.to_thread(feed.stats)
+        assert (found.epoch, found.version, found.newest_version) == (before.epoch, 2, 2)
+        assert (found.lag, found.started, found.reconnects) == (0, before.started, 1)
+        assert before.age < found.age < PATIENCE
+        status = feed.status
+        assert (status.version, status.newest, status.reconnects) == (2, 2, 1)
+        assert status.age is not None
+        # This trainer counts from 1 again.
+        async with trainer(source, address) as scheme:
+            await until(lambda: feed.epoch == scheme.epoch)
+            found = feed.stats()
+            assert (found.epoch, found.version, found.reconnects) == (scheme.epoch, 1, 1)
+
+
 async def test_a_feed_that_is_started_again_before_it_has_ended(address: str) -> None:
     source, engine = models.linear(), Engine()
     feed = feed_of(address, load=engine.load)

@@ -345,11 +345,13 @@ class Phases:
     @property
     def status(self) -> FeedStatus:
         ended: Ended = "closed", "its gate was closed"
+        receiver = self._receiver
         return status_of(
             self.gate,
-            self._receiver,
+            receiver,
             self._causes(),
             self._activated_at,
+            0 if receiver is None else receiver.meter.reconnects,
             ended if self.gate.closed else None,
         )
 
