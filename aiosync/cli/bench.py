@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,7 +150,9 @@ def _measure(plan: Plan, console: Console, json_to: str | None, quiet: bool) -> 
 
     def note(done: int, total: int, what: str) -> None:
         if done and json_to not in (None, "-"):
-            write_text("--json", json_to, results.to_json())
+            # A full disk must not end the run: the last write, after the table, tells of it.
+            with contextlib.suppress(ConfigError):
+                write_text("--json", json_to, results.to_json())
         if shows_progress(quiet):
             line = f"{results.elapsed:6.1f} s  {done} of {total} cases  {what}"
             console.print(line, markup=False)

@@ -238,6 +238,33 @@ def test_nothing_is_left_behind_when_it_is_interrupted() -> None:
     assert {each.case for each in results.timings} == {CASE}
 
 
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_file_that_cannot_be_written_for_a_while_ends_no_run(
+    is_back: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The table is shown in any case, and the last write tells of a file that is still bad."""
+    path = tmp_path / "results.json"
+
+    def measured(plan: Plan, results: Results, note: Any) -> None:
+        path.unlink()
+        path.mkdir()
+        results.timings += older().timings
+        note(1, 1, "aiosync")
+        if is_back:
+            path.rmdir()
+
+    monkeypatch.setattr("aiosync.bench.run", measured)
+    assert aiosync.cli.main(["bench", "--json", str(path)]) == int(not is_back)
+    shown = capsys.readouterr()
+    assert "100 µs" in shown.out
+    assert ("cannot be written" in shown.err) is not is_back
+    if is_back:
+        assert Results.from_json(path.read_text()).timings == older().timings
+
+
 @pytest.mark.apart
 @pytest.mark.slow
 @pytest.mark.timeout(180)
