@@ -60,7 +60,8 @@ def log(
         model: Name of the model, if the event is about one.
         worker: Index of the worker.
         version: The version.
-        error: The exception, to be shown with its traceback.
+        error: The exception of this process, to be shown with its traceback, which is not escaped:
+            an error of a peer belongs into the text.
     """
     if model is not None:
         model = escape_controls(model)

@@ -400,8 +400,8 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         except PeerClosed:
             pass  # The update that met its death has raised an error.
         except ApplyError as exc:
-            text = f"the restarted actor {idx} gets no weights"
-            log(logging.WARNING, "updater", text, model="policy", error=exc)
+            text = f"the restarted actor {idx} gets no weights: {exc}"
+            log(logging.WARNING, "updater", text, model="policy")
         return True
 
     def _skip_update(self, worker_id: int) -> bool:
