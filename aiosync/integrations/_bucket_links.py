@@ -16,7 +16,8 @@ ready, asked         end of link                     it has time to dial again
 in the round         a frame is due                  the frame is sent
 in the round         Ack APPLIED after the Current   connected: the link stays
 any                  NACK, end of link, or deadline  failed: the link is closed, others go on
-any                  the sender gives the round up   Refuse with the cause; the link is closed
+in the round, ready  the sender gives the round up   Refuse with the cause; the link is closed
+connected            Refuse of an earlier round      the member closes the link, and dials anew
 ===================  ==============================  ==========================================
 
 Everything here runs on the event loop of :mod:`aiosync.sync`, so that links live on while a
@@ -66,7 +67,7 @@ from aiosync.integrations._buckets import (
 from aiosync.protocol import seconds_text, validate_seconds
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.sync._portal import lease
-from aiosync.transports import TLS, Credentials, TCPTransport
+from aiosync.transports import TLS, Credentials, Received, TCPTransport
 from aiosync.transports.base import make_ack
 from aiosync.transports.credentials import Secret, read_token
 from aiosync.types import AckStatus
@@ -343,7 +344,7 @@ class BucketSender:
             ConfigError: A tensor cannot travel. No member has the whole round.
 
         Cancellation:
-            Ends the round: its members raise, and their links are closed.
+            Ends the round: members that have not taken it raise, and their links are closed.
         """
         began, nbytes, count = time.perf_counter(), 0, 0
         source = each_of(weights)
@@ -489,13 +490,19 @@ class BucketSender:
     async def _give_up(self, busy: Future[Any], cause: str) -> None:
         """Tell the members why the round failed, once its step that runs (``busy``) has ended."""
         # All of this is noted at once, because the next round may begin while the step still runs.
+        done = {
+            session
+            for session, peer in self._peers.items()
+            if peer.answer is not None and peer.answer.epoch == self._number
+        }
         refused = {
             session: peer
             for session, peer in self._peers.items()
-            if peer.is_ready or peer.round_number == self._number
+            if session not in done and (peer.is_ready or peer.round_number == self._number)
         }
-        # The other members are told when they next get ready.
-        self._round, self._owed = [], dict.fromkeys(self._members.keys() - refused, cause)
+        # The other members are told when they next get ready; those that have answered are not.
+        others = self._members.keys() - done - refused.keys()
+        self._round, self._owed = [], dict.fromkeys(others, cause)
         for peer in refused.values():
             peer.is_ready = False
         await asyncio.wait([asyncio.wrap_future(busy)])
@@ -582,6 +589,7 @@ class BucketReceiver:
                 timeout=self._seconds,
             )
         if is_new or is_ready:
+            self._is_reading = is_ready
             await self._hello(link, is_ready=is_ready)
         return link
 
@@ -619,7 +627,6 @@ class BucketReceiver:
     async def _hail(self) -> tuple[TCPTransport, Message]:
         """Say that this side is ready; return the link, and the sender's message that begins."""
         link = await self._reach(is_ready=True)
-        self._is_reading = True
         return link, (await link.recv(timeout=self._patience)).message
 
     async def buckets(self) -> AsyncGenerator[list[NamedTensor], None]:
@@ -672,6 +679,17 @@ class BucketReceiver:
             self._is_reading = False
             if not is_complete:
                 self._drop()
+            elif self._link is not None:
+                self._link.subscribe(self._on_message)
+
+    def _on_message(self, received: Received) -> bool:
+        """Close the link at a message between two rounds; return False in a round."""
+        is_between = not self._is_reading
+        # The sender may give a round up before it has the answer of this side. Its Refuse would
+        # be taken for the begin of the next round.
+        if is_between:
+            self._drop()
+        return is_between
 
     def clear(self) -> None:
         """Give the memory of buckets back; tensors that are in use keep theirs."""

@@ -435,6 +435,49 @@ async def test_a_refit_that_is_cancelled_when_everything_was_sent() -> None:
         assert as_bytes(await taking) == as_bytes(weights)
 
 
+async def test_a_refit_that_is_cancelled_when_one_rank_has_taken_it() -> None:
+    """That rank hears nothing of it, also if it is ready for the next refit already."""
+    go, weights = asyncio.Event(), {"w": torch.eye(3)}
+
+    async def take_slowly(engine: Engine) -> None:
+        async for _ in engine.receive_weight_batches():
+            await go.wait()
+
+    async with refits(1, 3) as workers:
+        quick, eager, slow = workers.rollouts
+        sending = asyncio.ensure_future(workers.policies[0].send_weights(iter(weights.items())))
+        lagging = asyncio.ensure_future(take_slowly(slow))
+        await asyncio.gather(take(quick), take(eager))
+        early = asyncio.ensure_future(take(eager))
+        await asyncio.sleep(0.3)
+        sending.cancel()
+        await asyncio.wait([sending])
+        await asyncio.sleep(0.3)
+        go.set()
+        await asyncio.wait([lagging])
+        takes = [take(quick), early, take(slow)]
+        _, *taken = await asyncio.gather(
+            workers.policies[0].send_weights(iter(weights.items())), *takes
+        )
+        assert [as_bytes(each) for each in taken] == [as_bytes(weights)] * 3
+
+
+async def test_a_refit_that_is_cancelled_while_an_answer_is_on_its_way() -> None:
+    weights = make_weights(1)
+    async with refits(1, 1, ready=False) as workers:
+        source = workers.policies[0].prepare()["source"]
+        async with FaultProxy(source.url) as proxy:
+            proxy.plan = Plan(forward=Faults(delay=0.2))
+            await workers.get_ready(proxy.url)
+            sending = asyncio.ensure_future(workers.policies[0].send_weights(iter(weights.items())))
+            await take(workers.rollouts[0])
+            sending.cancel()
+            await asyncio.wait([sending])
+            # The refusal arrives between two refits.
+            await asyncio.sleep(0.3)
+            assert as_bytes((await workers.refit(weights))[0]) == as_bytes(weights)
+
+
 async def test_different_sizes_of_buckets() -> None:
     async with refits(1, 1, theirs=[{"bucket_size": 512}]) as workers:
         send = workers.policies[0].send_weights(iter(make_weights(1).items()))
