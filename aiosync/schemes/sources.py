@@ -9,6 +9,7 @@ A context is the object that owns the model: a collector, a server, a trainer. I
 
 from __future__ import annotations
 
+import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -473,15 +474,18 @@ def as_model_id(value: Any) -> str:
     """Check and return the name of a model, as it is told to the other side.
 
     Raises:
-        ConfigError: It is no str, empty, or too long for a Hello.
+        ConfigError: It is no str, empty, too long for a Hello, or has a lone surrogate.
     """
     # The other side's own limits count only once it has read the Hello.
     most = DEFAULT_LIMITS.max_name_nbytes
-    if isinstance(value, str) and 0 < len(value.encode()) <= most:
-        return value
+    # A lone surrogate, which JSON may hold, cannot travel.
+    with contextlib.suppress(UnicodeEncodeError):
+        if isinstance(value, str) and 0 < len(value.encode()) <= most:
+            return value
     got = f"{value!r:.80}" if isinstance(value, str) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"model_id must be a str of 1 to {most} bytes, got {got}; a model is passed as model="
+        f"model_id must be a str of 1 to {most} bytes of UTF-8, got {got}; a model is passed as "
+        "model="
     )
 
 

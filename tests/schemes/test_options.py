@@ -243,6 +243,13 @@ def test_a_model_in_the_place_of_its_name_is_told_where_it_goes() -> None:
         scheme.init_on_sender(models.linear())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["m" * 1025, "\ud800"], ids=["too long", "surrogate"])
+def test_a_name_that_cannot_travel_is_refused(name: str) -> None:
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9")
+    with pytest.raises(aiosync.ConfigError, match="model_id must be a str of 1 to 1024 bytes"):
+        scheme.init_on_receiver(name, model=models.linear())
+
+
 @facades
 @every
 def test_an_index_that_is_given_to_a_copy_travels_with_it(module: Any, name: str) -> None:
