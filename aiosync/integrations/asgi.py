@@ -20,6 +20,7 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from aiosync._repr import text_of
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError
 from aiosync.integrations._responses import send_json
 from aiosync.protocol import MAX_VERSION, as_count, validate_seconds
@@ -274,7 +275,15 @@ class WeightsMiddleware:
                     await live.aclose()
                 await send(message)
 
-            await live.enter_async_context(self.feed)
+            try:
+                await live.enter_async_context(self.feed)
+            except Exception as exc:  # raised again
+                # A server may take an error before its first event for an application without
+                # lifespans, and serve all the same.
+                await receive()
+                failed = f"{type(exc).__name__}: {text_of(exc)}"
+                await send({"type": "lifespan.startup.failed", "message": failed})
+                raise
             try:
                 await self.app(scope, receive_event, send_answer)
             except Exception:  # raised again, unless the application has no lifespans

@@ -127,6 +127,7 @@ class Life:
 
     def __init__(self, app: Any) -> None:
         self.said: list[str] = []
+        self.texts: list[str] = []
         self._asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
@@ -135,6 +136,7 @@ class Life:
     async def _send(self, message: Any) -> None:
         assert message["type"].startswith("lifespan."), message
         self.said.append(message["type"])
+        self.texts.append(message.get("message", ""))
         self._answers.put_nowait(message["type"])
 
     def tell(self, what: str) -> None:

@@ -474,6 +474,20 @@ async def test_a_start_that_fails_closes_the_feed(app: Any) -> None:
     assert feed.status.state == "closed"
 
 
+@asynchronous
+async def test_a_feed_that_cannot_start_says_why_to_the_server() -> None:
+    first = feed_at()
+    second = WeightFeed(
+        aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9"), model=models.linear(), gate=first.gate
+    )
+    async with first:
+        life = Life(WeightsMiddleware(hello, second))
+        life.tell("startup")
+        assert isinstance(await life.end(), aiosync.ConfigError)
+    assert life.said == ["lifespan.startup.failed"]
+    assert "the gate has another feed" in life.texts[0]
+
+
 # -- options ----------------------------------------------------------------------------------
 
 
