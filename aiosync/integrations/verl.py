@@ -16,6 +16,7 @@ from contextlib import aclosing
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from aiosync._repr import text_of
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.integrations._bucket_links import (
     BucketReceiver,
@@ -273,9 +274,21 @@ class StagingManager(_Manager):
             await manager.abort_replicas()
             await manager.release_kv_cache_replicas()
             await asyncio.to_thread(ray.get, rollout.update_weights(global_steps=global_steps))
-        finally:
-            await manager.resume_kv_cache_replicas()
-            await manager.resume_generation_replicas()
+        except BaseException as exc:  # raised again after the rollouts were asked to go on
+            try:
+                await _resume(manager)
+            except Exception as late:  # noqa: BLE001 - the first error says more
+                exc.add_note(f"Some rollouts may still be paused: {text_of(late)}")
+            raise
+        await _resume(manager)
         await asyncio.to_thread(ray.get, rollout.execute_checkpoint_engine(["finalize"] * size))
         # The results of the actor's ranks come before those of the rollouts.
         return {name: value for each in found[: actor.world_size] for name, value in each.items()}
+
+
+async def _resume(manager: Any) -> None:
+    """Let the rollouts of a manager go on, also those that could not restore their caches."""
+    try:
+        await manager.resume_kv_cache_replicas()
+    finally:
+        await manager.resume_generation_replicas()
