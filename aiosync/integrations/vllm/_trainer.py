@@ -378,6 +378,8 @@ class AiosyncTrainerEngine:
     ) -> float:
         """Switch the engine to a staged version, and return the seconds that its loading took."""
         client, began = self.client, time.perf_counter()
+        # A send that has ended by now failed with workers from before rejoin().
+        is_over = outcome.done()
         update = {"version": version, "timeout": min(10.0, self._info.activation_timeout / 2)}
         step = "start"
         try:
@@ -400,7 +402,7 @@ class AiosyncTrainerEngine:
             refused = step == "update" and isinstance(exc, ApplyError)
             if self._info.num_workers > 1 or not (step == "start" or refused):
                 self._undo(update)
-            if not isinstance(exc, AiosyncError):
+            if is_over or not isinstance(exc, AiosyncError):
                 raise
             worker_error = run_on_loop(scheme, _worker_error(outcome))
             if worker_error is not None:

@@ -240,7 +240,7 @@ class _Engine:
         info = AiosyncInitInfo(**json.loads(json.dumps(init_info)))
         self.scheme = info.receiving_scheme()
         self.scheme.init_on_receiver(model_id=info.model_id, worker_idx=0, load=self._load)
-        self.scheme.connect(timeout=info.timeout)
+        self.scheme.connect(timeout=info.timeout, initial=False)
 
     def _load(self, weights: Any) -> None:
         if self.error is not None:
@@ -467,6 +467,21 @@ def test_rejoin(engine: _Engine) -> None:
         trainer.rejoin()
         assert engine.weights
         trainer.send_weights(make_weights(2))
+
+
+def test_a_refusal_after_a_rejoin_is_the_workers_own(engine: _Engine) -> None:
+    """The send failed with the worker from before, and that is no news."""
+    info = AiosyncTrainerInitInfo(rank=0, timeout=10.0)
+    with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
+        trainer.stage(make_weights(1))
+        engine.scheme.abort()
+        with pytest.raises(aiosync.PartialSyncError, match="rejoin"):
+            # The trainer may notice the lost engine only after some calls.
+            while True:
+                trainer.stage(make_weights(1))
+        engine.error = KeyError("no such layer")
+        with pytest.raises(aiosync.ApplyError, match="no such layer"):
+            trainer.rejoin()
 
 
 def test_engine_without_the_trainer(engine: _Engine) -> None:
