@@ -559,6 +559,9 @@ class Undo:
         except TimeoutError as exc:
             late = f"the weights could not be copied within {timeout:g} s"
             raise SyncTimeout(late) from exc
+        except Exception:  # raised again: this update fails, and the next one has a copy of its own
+            self.begin()
+            raise
         values = [(tensor, tensor.data, kept) for tensor, kept in self._copies.values()]
         # The attributes of tensors are recorded, because a reload wraps the loaders of parameters
         # that stay the same objects.
