@@ -579,6 +579,32 @@ async def test_illegal_bodies(path: str, body: bytes, status: int, text: str) ->
 
 
 @asynchronous
+@pytest.mark.parametrize(
+    "illegal",
+    [{"first_worker": 70_000}, {"model_id": "m" * 1025}, {"model_id": "\ud800"}, {"check": "all"}],
+    ids=["index", "long name", "surrogate", "check"],
+)
+async def test_an_illegal_init_leaves_the_trainer_and_its_update(illegal: dict[str, Any]) -> None:
+    app = app_of()
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", "state_dict", timeout=PATIENCE)
+    trainer.init_on_sender(model=models.linear(), num_workers=1)
+    async with contextlib.aclosing(app), trainer:
+        connecting = asyncio.ensure_future(trainer.connect())
+        init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+        assert (await post(app, INIT, init)).status == 200
+        await connecting
+        assert (await call(app, "/start_weight_update", "POST")).status == 200
+        wrong = json.dumps({"init_info": {"address": trainer.address, **illegal}}).encode()
+        answer = await post(app, INIT, wrong)
+        assert answer.status == 400, answer.json()
+        assert (await status_of(app))[0]["connected"]
+        update = b'{"update_info": {"version": 1}}'
+        assert (await post(app, UPDATE, update)).status == 200
+        assert (await call(app, "/finish_weight_update", "POST")).status == 200
+        assert (await status_of(app))[1] == ("live", 1, 1, True, None, 0)
+
+
+@asynchronous
 async def test_labels_and_modes() -> None:
     app = app_of()
     answer = await post(app, LABEL, b'{"new_version": "seven"}')

@@ -101,16 +101,16 @@ class Phases:
     async def init(self, body: Body, query: Mapping[str, str]) -> Body:
         """Leave the previous trainer, and connect to the one that the body names."""
         fields = fields_of(body.get("init_info"), "init_info", INIT_FIELDS, needed="address")
+        hooks = SchemeHooks(applied=self._on_flip)
         try:
             info = AiosyncInitInfo(**fields)
-            scheme = core_of(info.receiving_scheme())
+            scheme, index = core_of(info.receiving_scheme()), info.first_worker
+            scheme.init_on_receiver(info.model_id, worker_idx=index, hooks=hooks, **self._target)
         except (TypeError, ValueError) as exc:  # TypeError: an unknown field of `tls`
             raise Refused(400, f"init_info: {exc}"[:MAX_TEXT]) from exc
+        # Only now, so that an illegal body leaves the present trainer and its update as they are.
         await self._disconnect()
         self._loop = asyncio.get_running_loop()
-        hooks = SchemeHooks(applied=self._on_flip)
-        index = info.first_worker
-        scheme.init_on_receiver(info.model_id, worker_idx=index, hooks=hooks, **self._target)
         try:
             await scheme.connect(timeout=min(info.timeout, MAX_WAIT_SECONDS), initial=False)
         except BaseException as exc:  # raised again: the caller gets it
