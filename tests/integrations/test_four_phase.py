@@ -458,6 +458,38 @@ async def test_the_probe_names_a_version_that_running_requests_kept_out() -> Non
 
 
 @asynchronous
+@pytest.mark.parametrize("paused", [False, True], ids=["at its turn", "in a pause"])
+async def test_the_probe_names_a_version_that_a_forward_kept_out(paused: bool) -> None:
+    """The forward is one of a thread of the server's own, which no admission covers."""
+    model, gate = Holding(), AdmissionGate(initial_version=1, swap_timeout=0.2)
+    app = FourPhaseMiddleware(never, model=model, gate=gate)
+    trainer = aiosync.TCPWeightSyncScheme(
+        "tcp://127.0.0.1:0", "state_dict", first_version=2, timeout=PATIENCE
+    )
+    trainer.init_on_sender(model=models.linear(), num_workers=1)
+    async with contextlib.aclosing(app), trainer:
+        connecting = asyncio.ensure_future(trainer.connect())
+        init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+        assert (await post(app, INIT, init)).status == 200
+        await connecting
+        if paused:
+            assert (await call(app, "/pause", "POST")).status == 200
+        holding = asyncio.ensure_future(asyncio.to_thread(model.hold))
+        try:
+            await asyncio.to_thread(model.entered.wait, PATIENCE)
+            async with asyncio.timeout(5.0):
+                assert await update_to(app, 2) == [200, 200, 503]
+            status, fields = await status_of(app)
+            assert fields == ("stale", 1, 2, True, None, 0)
+            assert "version 2 was not switched to: a forward pass" in status["reason"]
+        finally:
+            model.go_on.set()
+            await holding
+        assert await update_to(app, 2) == [200, 200, 200]
+        assert (await status_of(app))[1] == ("live", 2, 2, True, None, 0)
+
+
+@asynchronous
 @pytest.mark.slow
 async def test_the_probe_counts_links_that_were_restored() -> None:
     app, source = app_of(), models.linear()

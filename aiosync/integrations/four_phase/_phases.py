@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiosync._log import log
-from aiosync.errors import ConnectError, LocalProtocolError, RecvTimeout, SwapTimeout
+from aiosync.errors import ConnectError, LocalProtocolError, RecvTimeout, SyncTimeout
 from aiosync.integrations.four_phase._bodies import (
     INIT_FIELDS,
     MAX_TEXT,
@@ -23,6 +23,7 @@ from aiosync.integrations.four_phase._bodies import (
 )
 from aiosync.integrations.vllm import AiosyncInitInfo, AiosyncUpdateInfo
 from aiosync.protocol import MAX_VERSION
+from aiosync.receiver.guard import PATIENCE_SECONDS
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.schemes.internal import life_of
 from aiosync.serving import Admission, AdmissionGate, FeedStatus, Swap
@@ -217,14 +218,15 @@ class Phases:
 
     async def _switch_at_gate(self, scheme: WeightSyncScheme, version: int) -> None:
         """Switch the model inside the pause, or else with a turn at the gate of its own."""
-        if self._pause is not None:
-            await self._switch(scheme, self._pause, version)
-            return
         try:
+            if self._pause is not None:
+                await self._switch(scheme, self._pause, version)
+                return
             async with self.gate.swap() as swap:
                 swap.version = self.gate.version  # the gate keeps it unless _activate() is called
                 await self._switch(scheme, swap, version)
-        except SwapTimeout as exc:
+        # The gate raises it for a request, and the model for a forward outside every request.
+        except SyncTimeout as exc:
             since = time.monotonic() if self._blocked is None else self._blocked[0]
             self._blocked = (since, f"version {version} was not switched to: {exc}")
             raise
@@ -234,9 +236,13 @@ class Phases:
         if (staged := scheme.staged_version) != version:
             here = f"version {staged} is here" if staged else "it is not here any more"
             raise LocalProtocolError(f"version {version} was asked for, and {here}")
+        receiver = life_of(scheme).receiver
+        assert receiver is not None
+        # The end of the server waits for the thread, so the wait for forwards is always bounded.
+        patience = min(self.gate.swap_timeout or math.inf, PATIENCE_SECONDS)
         self._swap, self._switching = swap, asyncio.current_task()
         try:
-            applied = await asyncio.to_thread(scheme.apply_pending)
+            applied = await asyncio.to_thread(receiver.applier.apply_pending, patience=patience)
         finally:
             self._swap = self._switching = None
         # Another version may have arrived while the thread waited for the forwards to end.
