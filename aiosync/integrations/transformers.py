@@ -157,11 +157,15 @@ class ContinuousBatchingReceiver:
     def close(self) -> None:
         """Leave the trainer. The model keeps its version. Idempotent, bounded."""
         refuse_inside_loop("close", "await asyncio.to_thread(receiver.close)")
-        with self._switching:  # an apply that has begun must end
-            self._closed = True
+        late = time.monotonic() + _CLOSE_SECONDS
+        # An apply that has begun must end, but a manager that is stuck may never pause for it.
+        is_between = self._switching.acquire(timeout=_CLOSE_SECONDS)
+        self._closed = True
+        if is_between:
+            self._switching.release()
         self.scheme.shutdown()
         if self._thread.ident is not None:
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(max(0.0, late - time.monotonic()))
 
     def __enter__(self) -> Self:
         try:

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -142,8 +143,6 @@ def following(**options: Any) -> Iterator[tuple[Any, Any, Any, ContinuousBatchin
 
 @contextlib.contextmanager
 def connected(trainer: Any, receiver: ContinuousBatchingReceiver) -> Iterator[None]:
-    import threading
-
     dialing = threading.Thread(target=receiver.connect, kwargs={"timeout": PATIENCE})
     dialing.start()
     try:
@@ -366,6 +365,29 @@ def test_nothing_hangs_when_the_trainer_is_killed() -> None:
         process.close()
         ours.close()
         theirs.close()
+
+
+def test_a_manager_that_is_stuck_holds_up_no_close() -> None:
+    stuck, go = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        stuck.set()
+        go.wait(4 * PATIENCE)
+
+    with following() as (_, trainer, manager, receiver), ThreadPoolExecutor(2) as threads:
+        handle = manager.model.register_forward_pre_hook(wait)
+        try:
+            manager.add_request(PROMPT)
+            assert stuck.wait(PATIENCE)
+            sending = threads.submit(trainer.send, timeout=PATIENCE)
+            time.sleep(0.5)  # the receiver waits until the manager has paused
+            threads.submit(receiver.close).result(PATIENCE + 5.0)
+            assert not go.is_set()
+        finally:
+            go.set()
+            handle.remove()
+        assert not sending.result(PATIENCE).acked
+        assert receiver.error is None and receiver.version == 1
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
