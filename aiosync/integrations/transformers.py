@@ -15,6 +15,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -46,6 +47,7 @@ _CLOSE_SECONDS = 10.0
 # Switches and requests that are remembered for span_of().
 _MOST_SWITCHES = 4096
 _MOST_REQUESTS = 65536
+_MARK_TOKENS = 32
 
 _Weights: TypeAlias = tuple[int, int]
 """Epoch and version; (0, 0) for weights that no trainer sent."""
@@ -279,8 +281,8 @@ class ContinuousBatchingReceiver:
 
     def _on_flip(self, epoch: int, version: int) -> None:
         """Note the version that the model has now, before the trainer gets its ack."""
-        progress = [(each.request_id, _tokens_of(each)) for each in self._begun]
-        self._history.switch((epoch, version), progress)
+        outputs = [each.to_generation_output() for each in self._begun]
+        self._history.switch((epoch, version), outputs)
 
     def _forget(self, processor: Any) -> None:
         """Have no request share what older weights have computed, unless ``flush`` is "keep"."""
@@ -361,6 +363,38 @@ def _forget_prefixes(cache: Any) -> None:
 # -- versions of requests ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Progress of a request at its last switch.
+
+    Attributes:
+        runs: (weights, tokens) up to then.
+        total: Number of all tokens in them.
+        last: The weights since then.
+        when: The time of the switch.
+        mark: Length and end of the prompt with these tokens.
+    """
+
+    runs: list[tuple[_Weights, int]]
+    total: int
+    last: _Weights
+    when: float
+    mark: tuple[int, tuple[int, ...]]
+
+    def is_of(self, output: Any) -> bool:
+        """Return False if the output is that of a later request with the same id."""
+        # A request that gave up its place in the cache begins anew, with the tokens that it had.
+        return output.lifespan[0] <= self.when or (
+            self.total > 0 and self.mark == _mark_of(output, self.total)
+        )
+
+
+def _mark_of(output: Any, tokens: int) -> tuple[int, tuple[int, ...]]:
+    """Return the length and the end of an output with its prompt, up to a number of tokens."""
+    known = [*output.prompt_ids, *output.generated_tokens[:tokens]]
+    return len(known), tuple(known[-_MARK_TOKENS:])
+
+
 class _History:
     """Versions and their times, and the progress of each request at each switch."""
 
@@ -368,25 +402,29 @@ class _History:
         self._lock = threading.Lock()
         self._times: list[float] = []  # of the switches, oldest first
         self._weights: list[_Weights] = [(0, 0)]  # before, between and after these
-        # Of each request by its id: the runs (weights, tokens) up to its last switch, the number of
-        # all tokens in them, and the weights since then.
-        self._requests: dict[str, tuple[list[tuple[_Weights, int]], int, _Weights]] = {}
+        self._requests: dict[str, _Progress] = {}  # by id
 
     @property
     def newest(self) -> _Weights:
         """Epoch and version in use."""
         return self._weights[-1]
 
-    def switch(self, weights: _Weights, requests: list[tuple[str, int]]) -> None:
-        """Note a switch, and the number of tokens of each request that had begun."""
+    def switch(self, weights: _Weights, outputs: list[Any]) -> None:
+        """Note a switch, and the progress of each request that had begun, by its output so far."""
         with self._lock:
-            old = self._weights[-1]
-            for name, tokens in requests:
-                runs, total, _ = self._requests.pop(name, ([], 0, old))
-                self._requests[name] = ([*runs, (old, max(tokens - total, 0))], tokens, weights)
+            old, now = self._weights[-1], time.perf_counter()
+            for each in outputs:
+                name, tokens = each.request_id, len(each.generated_tokens)
+                found = self._requests.pop(name, None)
+                runs, total = [], 0
+                if found is not None and found.is_of(each):
+                    runs, total = found.runs, found.total
+                runs = [*runs, (old, max(tokens - total, 0))]
+                mark = _mark_of(each, tokens)
+                self._requests[name] = _Progress(runs, tokens, weights, now, mark)
             while len(self._requests) > _MOST_REQUESTS:
                 del self._requests[next(iter(self._requests))]
-            self._times.append(time.perf_counter())
+            self._times.append(now)
             self._weights.append(weights)
             if len(self._times) > _MOST_SWITCHES:
                 del self._times[0], self._weights[0]
@@ -398,9 +436,9 @@ class _History:
         with self._lock:
             take = self._requests.pop if output.is_finished() else self._requests.get
             found = take(output.request_id, None)
-            if found is not None:
-                runs, total, last = found
-                runs = [*runs, (last, tokens - total)] if tokens > total else runs
+            if found is not None and found.is_of(output):
+                more = tokens - found.total
+                runs = [*found.runs, (found.last, more)] if more > 0 else found.runs
             else:
                 first, last = self._at(began), self._at(ended)
                 # A request that saw a switch is recorded, unless there were too many.

@@ -232,6 +232,47 @@ def test_spans_of_requests_between_updates() -> None:
             assert span.runs == ((version, 6),)
 
 
+def test_a_request_with_the_id_of_a_cancelled_one_has_its_own_span() -> None:
+    with following() as (_, trainer, manager, receiver):
+        ended = Ended(manager)
+        for prompt in (PROMPT[:10], PROMPT[:20]):
+            manager.add_request(prompt, request_id="one", max_new_tokens=1000)
+            wait_until(lambda: started(manager, "one"))
+            version = trainer.send(timeout=PATIENCE).version
+            wait_until(lambda: started(manager, "one", tokens=20))
+            manager.cancel_request("one")
+            wait_until(lambda: not manager.batch_processor.has_pending_requests())
+        manager.add_request(PROMPT, request_id="one")
+        span = receiver.span_of(ended["one"])
+        assert (span.first, span.last, span.runs) == (version, version, ((version, 6),))
+        # This one sees a switch itself.
+        manager.add_request(PROMPT[:10], request_id="one", max_new_tokens=120)
+        wait_until(lambda: started(manager, "one"))
+        trainer.send(timeout=PATIENCE)
+        span = receiver.span_of(ended["one"])
+        assert (span.first, span.last, sum(n for _, n in span.runs)) == (version, version + 1, 120)
+
+
+def test_a_request_that_gave_up_its_place_in_the_cache_keeps_its_versions() -> None:
+    with following() as (_, trainer, manager, receiver):
+        ended, first = Ended(manager), trainer.version
+        manager.add_request(PROMPT, request_id="long", max_new_tokens=200)
+        wait_until(lambda: started(manager, "long"))
+        second = trainer.send(timeout=PATIENCE).version
+        wait_until(lambda: started(manager, "long", tokens=20))
+        # As the manager itself does it when its cache is full.
+        with manager.pause():
+            scheduler = manager.batch_processor.scheduler
+            state = scheduler.active_requests["long"]
+            anew = state.create_equivalent_initial_request()
+            state.status = type(state.status).FINISHED
+            scheduler.finish_request("long")
+            scheduler.add_waiting_request(anew)
+        span = receiver.span_of(ended["long"])
+        assert [version for version, _ in span.runs] == [first, second]
+        assert sum(tokens for _, tokens in span.runs) == 200
+
+
 @pytest.mark.parametrize(
     "call",
     [
