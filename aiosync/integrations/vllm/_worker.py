@@ -475,7 +475,7 @@ class Ranks:
         group = get_world_group()
         if group.world_size == 1:
             return []
-        data = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+        data = text.encode(errors="replace")[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(group.world_size)]
         dist.all_gather(every, mine, group=group.cpu_group)
