@@ -131,7 +131,9 @@ class ExpectedWorkers:
                     registry.check()
                     missing = self._missing(version)
                     short = self._add_ended(missing, watch)
-                    if self._is_settled(missing) or short > max(0, tolerated):
+                    # One process may be to become several workers: none of them has failed then.
+                    too_few = short > max(0, tolerated) and missing.failed
+                    if self._is_settled(missing) or too_few:
                         break
                     await registry.changed.wait()
         except TimeoutError as exc:
@@ -213,7 +215,9 @@ class ExpectedWorkers:
     def _joined_pids(self, absent: Iterable[int]) -> set[int]:
         """Return the ids of processes that became workers, also of absent workers that left."""
         records = self._registry.records
-        joined = {link.hello.pid for link in self._registry.links.values()}
+        links = self._registry.links.items()
+        # A process that only pulled may still become an expected worker.
+        joined = {link.hello.pid for idx, link in links if idx in self.indices}
         return joined | {records[idx].pid for idx in absent if records[idx].has_left}
 
     def _ended_early(self, number: int, pid: int, watch: ProcessWatch) -> ConnectError:

@@ -334,7 +334,9 @@ class WorkerRegistry:
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """Remove a link that has ended, and record why."""
         self.polls.reset()
-        self.expected.keep_cause(link.hello.pid, error)
+        # The process of a client that pulled may still be to become a worker.
+        if link.idx in self.expected.indices:
+            self.expected.keep_cause(link.hello.pid, error)
         if self.links.get(link.idx) is link:
             self.links = {idx: each for idx, each in self.links.items() if each is not link}
             self.records[link.idx].had = link.applied

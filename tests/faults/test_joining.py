@@ -15,6 +15,7 @@ import pytest
 
 import aiosync
 import aiosync.sync
+from aiosync.server import WeightClient
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -149,6 +150,47 @@ async def test_spare_processes_are_no_workers() -> None:
         assert not connecting.done()
         assert await crew[1].call(harness.join) == 1
         await connecting
+
+
+# -- processes that have other links, too ----------------------------------------------------------
+
+
+async def _pull(state: harness.State, address: str) -> int:
+    return (await WeightClient(address).pull("policy")).version
+
+
+async def test_a_process_that_only_pulled_is_still_awaited() -> None:
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=1)
+    async with harness.workers(scheme, models.linear, 1, connect=False) as [worker]:
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=[worker.process])
+        )
+        await harness.until(lambda: scheme.version == 1)
+        assert await worker.call(_pull, scheme.address) == 1
+        await asyncio.wait([connecting], timeout=0.3)
+        assert not connecting.done()
+        worker.post(_exit, 3)
+        error = await _fails(connecting)
+        text = f"process {worker.pid} ended with exit code 3 before it connected"
+        assert text in str(error.failed[0])
+
+
+async def test_a_process_that_becomes_two_workers_is_awaited_twice() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    first, second = harness.twin(scheme), harness.twin(scheme)
+    async with scheme, first, second:
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=[os.getpid()] * 2)
+        )
+        for worker in (first, second):
+            await asyncio.wait([connecting], timeout=0.3)
+            assert not connecting.done()
+            worker.init_on_receiver(model=models.linear())
+            await worker.connect()
+        await connecting
+        assert (await scheme.send()).acked == {0, 1}
 
 
 def _sleep_or_exit(code: int | None) -> None:
