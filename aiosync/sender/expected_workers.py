@@ -159,7 +159,9 @@ class ExpectedWorkers:
         """Return the error for the workers that failed; their records count as reported now."""
         records = self._registry.records
         for idx, error in missing.failed.items():
-            records[idx].fail(error, records[idx].failed_version, reported=True)
+            if records[idx].error is None:
+                records[idx].fail(error, records[idx].failed_version, reported=True)
+            records[idx].report()
         waited = {idx for idx in (*missing.absent, *missing.late) if not records[idx].has_left}
         joined = {*self.indices} - missing.failed.keys() - waited
         return PartialSyncError(acked=joined, failed=missing.failed, version=version)

@@ -140,7 +140,7 @@ class WorkerRegistry:
                 version = link.applied
                 state = _state_at(version, newest)
             elif record.error is not None:
-                state = "left" if record.has_left else "lost"
+                state = "left" if record.is_closed else "lost"
             else:
                 # The worker comes back, or everything is closed.
                 continue
@@ -352,11 +352,13 @@ class WorkerRegistry:
         record = self.records[link.idx]
         phase = "left" if isinstance(error, WorkerLeft) else "lost"
         self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
-        # A refusal before the end is still to be reported, so it stays the error. No send misses
-        # a worker that only asks for versions, so its loss counts as reported.
         if record.reported:
+            # No send misses a worker that only asks for versions: its loss counts as reported.
             told = not link.hello.subscribe or self._on_outcome is None
             record.fail(error, reported=told)
+        else:
+            # A refusal before the end is reported first.
+            record.end = error
         # The last record is that of the last worker that went.
         self.records[link.idx] = self.records.pop(link.idx)
         self._forget()

@@ -574,13 +574,13 @@ class WeightSender:
         for idx in gone:
             record = self.workers.record(idx)
             if record.error is not None and record.subscribes:
-                send.withdraw(idx, record.error)
+                send.withdraw(idx, record.end or record.error)
 
     def _tell_caller(self, send: Send, error: PartialSyncError | None) -> None:
         """End the wait of ``send()`` with its report or error; its failures count as reported."""
         workers, future = self.workers, send.waiter
         for idx in send.failed.keys() & workers.records.keys():
-            workers.records[idx].reported = True
+            workers.records[idx].report()
         if error is None:
             future.set_result(self._report(send))
         elif workers.closed:
@@ -600,13 +600,13 @@ class WeightSender:
         for idx in send.left:
             if send.lists_targets or not workers.record(idx).reported:
                 left.add(idx)
-                workers.record(idx).reported = True
+                workers.record(idx).report()
         # Failures that no earlier send waited for are reported, too.
         for idx in send.waiting & workers.links.keys() if send.waiting else ():
             record = workers.records[idx]
             if record.error is not None and not record.reported:
                 failed[idx] = record.error
-                record.reported = True
+                record.report()
         return SendReport(
             epoch=workers.epoch,
             version=send.version,

@@ -69,7 +69,7 @@ class WorkerWaits:
             records = self._workers.records.values()
             if not versions and version <= self._workers.version:
                 return bool(records) and all(
-                    each.has_left or not each.subscribes for each in records
+                    each.is_closed or not each.subscribes for each in records
                 )
             return bool(versions) and len(acked) == len(versions)
 
@@ -97,6 +97,8 @@ class WorkerWaits:
             if link is None:
                 # Nothing dials a worker whose error is final.
                 if is_final(error) or (staged and record.failed_version >= version):
+                    failed[idx] = error
+                elif record.is_closed and record.had < version <= record.failed_version:
                     failed[idx] = error
             # An update on its way to a worker that refused one may be the awaited one.
             elif staged or link.outbox.is_idle:

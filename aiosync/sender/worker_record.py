@@ -25,6 +25,8 @@ class WorkerRecord:
         subscribes: True if the worker gets every update, so that sends miss it when it is gone.
         error: The reason why the worker is not connected; or why it refused, or did not get,
             ``failed_version``.
+        end: The reason why the worker is not connected, while the error is a refusal that no call
+            has reported; else ``None``.
         failed_version: Newest version that it refused or did not get; 0 for none.
         had: The version that the worker had when its last link ended; 0 for none.
         reported: True if a call of the user has reported the error, or will.
@@ -38,6 +40,7 @@ class WorkerRecord:
     joined: int = 0
     subscribes: bool = True
     error: AiosyncError | None = None
+    end: AiosyncError | None = None
     failed_version: int = 0
     had: int = 0
     reported: bool = True
@@ -49,14 +52,24 @@ class WorkerRecord:
         """True if the worker was closed and did not come back."""
         return isinstance(self.error, WorkerLeft)
 
+    @property
+    def is_closed(self) -> bool:
+        """True if the worker has left, also while a refusal before that is still to be reported."""
+        return isinstance(self.end or self.error, WorkerLeft)
+
     def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
         """Note why the worker is not connected, or lacks a version."""
         self.error, self.failed_version, self.reported = error, version, reported
-        self.listed = False
+        self.end, self.listed = None, False
+
+    def report(self) -> None:
+        """Note that a call of the user reports the error; a refusal gives way to the end."""
+        self.reported = True
+        self.error, self.end = self.end or self.error, None
 
     def recover(self) -> None:
         """Clear the error: the worker is connected, or has a newer version."""
-        self.error, self.failed_version, self.reported = None, 0, True
+        self.error, self.end, self.failed_version, self.reported = None, None, 0, True
 
 
 class WorkerRecords(dict[int, WorkerRecord]):

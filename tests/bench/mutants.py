@@ -295,7 +295,7 @@ MUTANTS = [
     Mutant(
         "a dead worker is an error of every send",
         "sender/sender.py",
-        "            workers.records[idx].reported = True\n        if error is None:",
+        "            workers.records[idx].report()\n        if error is None:",
         "            pass\n        if error is None:",
         contract("dead_worker"),
     ),

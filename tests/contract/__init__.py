@@ -6,9 +6,9 @@ everything_travels, nothing_is_aliased, kept_values, kept_buffers, state_of_a_wo
 state_behind_a_transform, graph_of_a_version, sends_at_once, no_time_to_wait_for_the_lag,
 wire_dtype, wire_dtype_of_statistics, two_models.
 
-failures: refused_shape, refused_names, refused_halfway, refused_first_weights, other_model,
-index_taken, require, nobody_comes, dead_worker, dead_trainer, dead_before_connect, killed_worker,
-stopped_worker, slow_worker, send_timeout, handles.
+failures: refused_shape, refused_names, refused_halfway, refused_before_the_end,
+refused_first_weights, other_model, index_taken, require, nobody_comes, dead_worker, dead_trainer,
+dead_before_connect, killed_worker, stopped_worker, slow_worker, send_timeout, handles.
 
 reading: receive, wait_for_version, manual_apply, refused_by_manual_apply, apply_weights,
 calls_that_give_up, wait_staged, wait_staged_names_the_dead, calls_in_a_loop,

@@ -106,6 +106,31 @@ async def check_refused_halfway(bench: Bench) -> None:
             assert (await worker.value(), worker.model.state) == (3.0, 3.0)
 
 
+async def check_refused_before_the_end(bench: Bench) -> None:
+    """A refusal that no send waited for is reported once, and then why the worker is gone."""
+    for leaves in (True, False):
+        async with bench.crew(Picky(1.0), [Picky(0.0)], apply="manual") as crew:
+            [worker] = crew.workers
+            await raises(aiosync.PartialSyncError, crew.sender.send(Picky(-2.0), timeout=0.05))
+            await raises(aiosync.ApplyError, worker.scheme.receive(timeout=PATIENCE))
+            await until(lambda crew=crew: crew.sender.stats().refused == 1)
+            await (worker.leave() if leaves else worker.die())
+            await until(lambda crew=crew: not crew.sender.worker_versions)
+            if leaves:
+                assert await crew.sender.wait_for_version(1) == 1
+                await raises(aiosync.PartialSyncError, crew.sender.wait_for_version(2))
+            error = await raises(aiosync.PartialSyncError, crew.sender.send(Picky(3.0)))
+            assert isinstance(error.failed[0], aiosync.ApplyError)
+            for _ in range(2):
+                if leaves:
+                    assert not (await crew.sender.send(Picky(3.0))).lost
+                else:
+                    error = await raises(aiosync.PartialSyncError, crew.sender.send(Picky(3.0)))
+                    assert not isinstance(error.failed[0], aiosync.ApplyError)
+            [seen] = crew.sender.stats().workers
+            assert seen.state == ("left" if leaves else "lost")
+
+
 async def check_refused_first_weights(bench: Bench) -> None:
     """Initial weights that do not fit make both connect() calls raise; other workers go on."""
     async with bench.sender(small(1.0), {"num_workers": 2}) as crew:
@@ -352,6 +377,7 @@ CHECKS = (
     check_refused_shape,
     check_refused_names,
     check_refused_halfway,
+    check_refused_before_the_end,
     check_refused_first_weights,
     check_other_model,
     check_index_taken,
