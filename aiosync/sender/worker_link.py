@@ -548,12 +548,16 @@ class WorkerLink:
         """Handle a message of the worker, and write what may be written after it."""
         message = received.message
         if isinstance(message, Ack):
+            named = self.outbox.named_version
             if message.is_base and message.epoch == self.outbox.epoch and self._chunks is not None:
                 self._chunks.note_base(message.version)
             outcomes, publisher = self.outbox.on_ack(message), self.publisher
-            # The worker has a newer version, which came by message, than the word names.
-            if publisher is not None and publisher.version < self.outbox.applied:
-                publisher.overtaken()
+            if publisher is not None:
+                # The worker has a newer version, which came by message, than the word names.
+                if publisher.version < self.outbox.applied:
+                    publisher.overtaken()
+                if named and not self.outbox.named_version:
+                    self._keep_older(publisher, named)
             # RECEIVED has no outcomes, but some calls wait for no more than that.
             self._registry.on_outcomes(self, outcomes)
             if self.outbox.queue.groups:
@@ -573,6 +577,13 @@ class WorkerLink:
             self.lose(WorkerLeft(f"{self.name} left"))
         else:
             self._refuse(message)
+
+    def _keep_older(self, publisher: SlotPublisher, refused: int) -> None:
+        """Note which version the worker has, in place of the named one that it refused."""
+        # Where only a hook refused it, the model has it, which does not count as applied.
+        self.outbox.named_version = min(publisher.holds, refused - 1)
+        if self.outbox.received == refused:
+            self.outbox.received = self.outbox.named_version
 
     def _forget_versions(self, least: int) -> None:
         """Say that the kept versions come again to a worker that has none, if that is so now."""

@@ -310,6 +310,31 @@ async def test_a_hook_that_raises_ends_no_forward_and_is_told_afterwards() -> No
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["applied", "load"])
+async def test_a_worker_that_refused_a_named_version_still_has_the_one_before(name: str) -> None:
+    """Either the model refuses the version, or only a hook does, and the model has it."""
+    owner, source = Told("plain"), models.linear(1.0)
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=owner.applied)}
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    async with here(scheme, source, init) as (sender, receiver):
+        for value in (2.0, 3.0, 4.0):
+            await harness.deliver(sender, receiver, value)
+        if name == "applied":
+            owner.refused = name
+        else:
+            receiver.model.weight = torch.nn.Parameter(torch.zeros(3, 4))
+        assert (await sender.send()).acked == {0}
+        with contextlib.suppress(aiosync.ApplyError):
+            receiver.model(torch.ones(4))
+        await harness.until(lambda: sender.stats().refused == 1)
+        for wait in (sender.wait_for_version, sender.wait_staged):
+            assert await wait(3, timeout=harness.PATIENCE) == 4
+            with pytest.raises(aiosync.PartialSyncError, match="refused version 5"):
+                await wait(5, timeout=harness.PATIENCE)
+        assert sender.ready
+
+
+@pytest.mark.asyncio
 @both
 async def test_a_call_that_applies_a_version_raises_what_the_hook_raised(make: Any) -> None:
     """The text says only that the version was refused, as the model has it."""
