@@ -100,6 +100,8 @@ class Outbox:
         self.let_go: int = 0
         self.behind: tuple[int, int] | None = None
         self._worker_idx = worker_idx
+        # The newest version that the receiver refused; 0 for none.
+        self._refused_version = 0
         # The update taken last holds every name of the versions in flight.
         self._taken: tuple[Snapshot, ...] = ()
 
@@ -173,12 +175,13 @@ class Outbox:
     def forget(self) -> None:
         """Note that the receiver has no version any more. Nothing may be on its way to it."""
         self.newest = self.applied = self.received = self.named_version = 0
+        self._refused_version = 0
 
     def on_ack(self, ack: Ack) -> list[Outcome]:
         """Register an acknowledgement of the receiver.
 
         An acknowledgement of another epoch is ignored. One of a version that is not in flight
-        never counts as success: it may only refuse the named version, or tell of workers behind.
+        never counts as success: it may only refuse a named version, or tell of workers behind.
 
         Returns:
             Outcomes, oldest version first. RECEIVED gives none. APPLIED resolves the version and
@@ -206,12 +209,15 @@ class Outbox:
         return [self._refused(ack)]
 
     def _on_other_ack(self, ack: Ack) -> list[Outcome]:
-        """Register the workers behind, or a NACK of the named version; ignore any other ack."""
+        """Register the workers behind, or a NACK of a named version; ignore any other ack."""
         if ack.epoch == self.epoch:
             self.behind = ack.behind or self.behind
-            if ack.version == self.named_version and ack.status == AckStatus.NACK:
-                # The receiver read the named version, and could not take it.
-                self.named_version = 0
+            if ack.status == AckStatus.NACK and (
+                max(self.applied, self._refused_version) < ack.version <= self.named_version
+            ):
+                # The receiver read the version, and could not take it; it may find a newer one.
+                if ack.version == self.named_version:
+                    self.named_version = 0
                 return [self._refused(ack)]
         return []
 
@@ -238,6 +244,7 @@ class Outbox:
 
     def _refused(self, ack: Ack) -> Outcome:
         """Return the outcome of a version that the receiver refused, from its NACK."""
+        self._refused_version = max(self._refused_version, ack.version)
         reason = f"{ack.error_type}: {ack.error_text}" if ack.error_type else ack.error_text
         error = ApplyError(
             f"worker {self._worker_idx} refused version {ack.version}: "

@@ -335,6 +335,27 @@ async def test_a_worker_that_refused_a_named_version_still_has_the_one_before(na
 
 
 @pytest.mark.asyncio
+async def test_a_refusal_counts_although_a_newer_version_was_named_meanwhile() -> None:
+    owner, source = Told("plain"), models.linear(1.0)
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=owner.applied)}
+    async with here(aiosync.SharedMemWeightSyncScheme(), source, init) as (sender, receiver):
+        for value in (2.0, 3.0):
+            await harness.deliver(sender, receiver, value)
+        owner.refused = "applied"
+        handles = [sender.send_nowait()]
+        assert handles[0].done()
+        receiver.model(torch.ones(4))
+        owner.refused = None
+        # The trainer has not read the refusal yet.
+        handles.append(sender.send_nowait())
+        assert [(await handle).acked for handle in handles] == [{0}, {0}]
+        await harness.until(lambda: sender.stats().refused == 1)
+        assert await sender.wait_for_version(5, timeout=harness.PATIENCE) == 5
+        await harness.deliver(sender, receiver, 4.0)
+        assert sender.stats().refused == 1
+
+
+@pytest.mark.asyncio
 @both
 async def test_a_call_that_applies_a_version_raises_what_the_hook_raised(make: Any) -> None:
     """The text says only that the version was refused, as the model has it."""

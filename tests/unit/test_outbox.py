@@ -107,6 +107,21 @@ def test_an_answer_to_another_epoch_counts_for_nothing(status: AckStatus) -> Non
     assert (outbox.in_flight, outbox.unreceived, outbox.applied) == ((1,), 1, 0)
 
 
+def test_a_named_version_is_refused_once_also_after_a_newer_one_was_named() -> None:
+    outbox = outbox_with(1, 2)
+    outbox.on_ack(ack(1))
+    outbox.on_ack(ack(2, NACK))
+    outbox.named_version = 5
+    # Both were settled before.
+    assert outbox.on_ack(ack(1, NACK)) == outbox.on_ack(ack(2, NACK)) == []
+    for version, named in ((3, 5), (4, 5), (5, 0)):
+        [outcome] = outbox.on_ack(ack(version, NACK))
+        assert isinstance(outcome.error, ApplyError)
+        assert (outcome.version, outbox.named_version) == (version, named)
+        assert outbox.on_ack(ack(version, NACK)) == []
+    assert outbox.on_ack(ack(6, NACK)) == []
+
+
 class Link(RuleBasedStateMachine):
     """A sender and a receiver that stages one update at a time, over a link that keeps order.
 
