@@ -386,6 +386,13 @@ class WorkerRegistry:
         replaced = {idx: why for idx, why in lost.items() if idx in self.links}
         self.records.replaced = replaced | self.records.replaced
 
+    def take_back(self, gone: Iterable[int], lost: Mapping[int, AiosyncError]) -> None:
+        """Have the next report name again what the caller of a cancelled send never got to know."""
+        for record in (self.records.get(idx) for idx in gone):
+            if record is not None and record.error is not None and record.subscribes:
+                record.reported = False
+        self.keep_replaced(lost)
+
     def _forget(self, kept: Collection[int] = ()) -> None:
         """Forget workers that went long ago, with the updates kept for each of them alone."""
         here = *self.admission.arriving.values(), *self.links, *kept

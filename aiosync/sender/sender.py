@@ -232,7 +232,6 @@ class WeightSender:
                 self._loop.call_soon(self._note_turn)
             return sent
         still_copying: Snapshot | None = None
-        future: asyncio.Future[SendReport] | None = None
         snapshots: dict[int | None, Snapshot] = {}
         if sent is None:
             snapshots = await self._copy(planned, timeout, started)
@@ -250,7 +249,7 @@ class WeightSender:
                 # Workers join on this loop, even if it only sends.
                 await asyncio.sleep(0)
                 return sent
-            future = sent.waiter
+            future: asyncio.Future[SendReport] = sent.waiter
             if future.done():
                 await asyncio.sleep(0)
             elif sent.nbytes <= _AWAKE_NBYTES:
@@ -259,9 +258,11 @@ class WeightSender:
             self._mean_answer_seconds += (report.elapsed - self._mean_answer_seconds) / 8
             return report
         except asyncio.CancelledError:
-            # The transfer goes on; the next send reports a worker that fails.
-            if future is not None:
-                _keep_out_of_log(future)
+            # The transfer goes on; the next send reports the workers that fail or have failed.
+            if isinstance(sent, Send):
+                _keep_out_of_log(sent.waiter)
+            if sent is not None:
+                self.workers.take_back([*sent.failed, *sent.left], sent.lost)
             raise
         finally:
             # The caller may change the tensors once send() has ended.
@@ -564,7 +565,7 @@ class WeightSender:
         if send.lost and not send.workers and workers.has_lost_all():
             outcome, error = "error", PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
-        if send.lost and (error is not None or send.waiter.done()):
+        if send.lost and error is not None:
             self.workers.keep_replaced(send.lost)
         if not send.waiter.done():
             self._tell_caller(send, error)

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import copy
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import aiosync
 from aiosync.testing import cancel_at_every_await
-from tests.contract.bench import PATIENCE, Bench, Crew, background, large, raises, small
+from tests.contract.bench import PATIENCE, Bench, Crew, background, large, raises, small, until
 
 
 class Stage:
@@ -73,6 +73,30 @@ async def check_cancelled_send_goes_on(bench: Bench) -> None:
         crew.source.layers[0].data.fill_(9.0)
         await worker.wait(2)
         assert await worker.value() == 2.0
+
+
+async def check_cancelled_send_that_failed(bench: Bench) -> None:
+    """A send() that is cancelled as its result comes leaves that to be told by the next one."""
+    async with bench.crew(small(1.0), [small() for _ in range(3)]) as crew:
+        dead, left, _ = crew.workers
+        await dead.die()
+        await until(lambda: 0 not in crew.sender.worker_versions)
+        await _cancelled_at_once(crew.send(2.0, worker_ids=0))
+        error = await raises(aiosync.PartialSyncError, crew.send(3.0))
+        assert (set(error.failed), error.acked) == ({0}, {1, 2})
+        await left.leave()
+        await until(lambda: 1 not in crew.sender.worker_versions)
+        await _cancelled_at_once(crew.send(4.0, worker_ids=1))
+        report = await crew.send(5.0)
+        assert (report.acked, report.left, set(report.lost)) == ({2}, {1}, {0})
+
+
+async def _cancelled_at_once(call: Coroutine[Any, Any, Any]) -> None:
+    """Cancel a call in the turn in which it begins."""
+    sending = asyncio.ensure_future(call)
+    asyncio.get_running_loop().call_soon(sending.cancel)
+    await asyncio.wait({sending})
+    assert sending.cancelled()
 
 
 async def check_cancel_receive(bench: Bench) -> None:
@@ -188,6 +212,7 @@ async def check_cancel_close(bench: Bench) -> None:
 CHECKS = (
     check_cancel_send,
     check_cancelled_send_goes_on,
+    check_cancelled_send_that_failed,
     check_cancel_receive,
     check_cancel_connect,
     check_cancel_connect_of_a_worker,
