@@ -31,7 +31,7 @@ from aiosync.receiver.transformer import Transform
 from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.properties import SchemeState
-from aiosync.schemes.results import AppliedUpdate, Ready, SendHandle
+from aiosync.schemes.results import AppliedUpdate, Ready, SendHandle, make_handle
 from aiosync.schemes.sources import DeviceMap, as_model_id, resolve_sources
 from aiosync.schemes.trainer import Trainer, addressed_workers
 from aiosync.schemes.worker import Worker, WorkerTerms
@@ -508,7 +508,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         trainer = self._require("send_nowait", "sender")
         limit = self.timeout if timeout is None else self._limit(timeout)
         planned = trainer.prepare_send(self, weights)
-        return SendHandle(
+        return make_handle(
             *trainer.runtime.send_nowait(planned, addressed_workers(weights, worker_ids), limit)
         )
 

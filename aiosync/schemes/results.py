@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiosync._repr import in_every_state
 from aiosync.types import SendReport
 
-__all__ = ["AppliedUpdate", "Ready", "SendHandle", "has_failed"]
+__all__ = ["AppliedUpdate", "Ready", "SendHandle", "has_failed", "make_handle", "still_waiting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,9 @@ class SendHandle:
     is reported by the event loop's exception handler.
     """
 
+    # The targets that have not answered; shrinks as they do.
+    _waiting: Collection[int] = ()
+
     def __init__(self, version: int, future: asyncio.Future[SendReport]) -> None:
         self.version = version
         """Version that is being sent."""
@@ -60,10 +63,24 @@ class SendHandle:
         return f"<SendHandle version {self.version}: {state}>"
 
 
+def make_handle(
+    version: int, future: asyncio.Future[SendReport], waiting: Collection[int]
+) -> SendHandle:
+    """Return a handle that also knows which targets have not answered."""
+    handle = SendHandle(version, future)
+    handle._waiting = waiting
+    return handle
+
+
 def has_failed(handle: SendHandle) -> bool:
     """Return True if a send is over and failed. The failure still counts as unseen afterwards."""
     # exception() would count as a caller that has seen the failure.
     return handle.done() and handle._future._exception is not None
+
+
+def still_waiting(handle: SendHandle) -> frozenset[int]:
+    """Return the targets of a send that have not answered yet."""
+    return frozenset(handle._waiting)
 
 
 class Ready:

@@ -327,8 +327,8 @@ class WeightSender:
         planned: Mapping[int | None, Prepared],
         worker_ids: set[int] | None,
         timeout: float | None,
-    ) -> tuple[int, asyncio.Future[SendReport]]:
-        """Snapshot now, send in the background; return the version and a future of the report."""
+    ) -> tuple[int, asyncio.Future[SendReport], Collection[int]]:
+        """Snapshot now; return the version, a future of the report, and the unanswered targets."""
         started = time.perf_counter()
         self.workers.check()
         if self.workers.admission.initial:
@@ -351,10 +351,10 @@ class WeightSender:
             sent = self._dispatch(*given, at_once=not ended)
         self.tell()
         if isinstance(sent, Send):
-            return sent.version, sent.waiter
+            return sent.version, sent.waiter, sent.waiting
         done = self._loop.create_future()
         done.set_result(sent)
-        return sent.version, done
+        return sent.version, done, sent.waiting
 
     def _can_send_early(self) -> bool:
         """Return True if links can send the bytes before they are copied, or meanwhile."""

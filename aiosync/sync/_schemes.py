@@ -41,8 +41,7 @@ from aiosync.schemes import options as option_sets
 from aiosync.schemes.internal import bind_early, life_of, publish_with
 from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.properties import SchemeState
-from aiosync.schemes.results import has_failed
-from aiosync.schemes.trainer import addressed_workers
+from aiosync.schemes.results import has_failed, still_waiting
 from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._interfaces import InitialSyncTransport, Owner
@@ -369,13 +368,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             self._settle(ended)
         if max_lag is not None:
             self.wait_lag_below(max_lag, timeout=timeout)
-        targets = addressed_workers(weights, worker_ids)
         # As in the async send(), a timeout of 0 is for the wait for the lag only.
         limit = None if max_lag is not None and timeout == 0 else timeout
         handle = self._begin(weights, worker_ids, limit)
         if handle.done() and not has_failed(handle):  # The next call raises a failure.
             return self._call(_result(handle))
-        waiting = frozenset(self.worker_versions if targets is None else targets)
+        waiting = still_waiting(handle)
         return SendReport(self.epoch, handle.version, acked=frozenset(), waiting=waiting)
 
     # -- state -----------------------------------------------------------------------------------

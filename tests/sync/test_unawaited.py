@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -45,6 +46,24 @@ def test_send_waits_for_nobody(make: Any) -> None:
         sender.sync = True
         with pytest.raises(aiosync.PartialSyncError):
             sender.send(timeout=0.1)
+
+
+def test_a_send_waits_for_its_own_targets_alone() -> None:
+    """A worker that only pulls is none of them, nor is one that was not named."""
+    models = [tools.filled(0.0) for _ in range(3)]
+    options = {"num_workers": 3, "sync": False, "apply": "manual"}
+    sender, first = tools.roles(tcp, tools.filled(1.0), models[0], **options)
+    second, pulls = copy.copy(sender), copy.copy(sender)
+    pulls.subscribe = False
+    for idx, worker in ((1, second), (2, pulls)):
+        worker.init_on_receiver(model_id="policy", model=models[idx], worker_idx=idx)
+    with sender, first, second, pulls:
+        with tools.threads(first.connect, second.connect, pulls.connect):
+            sender.connect()
+        assert sender.send().waiting == {0, 1}
+        first.wait_for_version(2)
+        tools.until(lambda: sender.worker_versions[0] == 2)
+        assert sender.send(worker_ids=[1]).waiting == {1}
 
 
 @EVERY
