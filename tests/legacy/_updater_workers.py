@@ -434,6 +434,32 @@ def busy() -> None:
     cluster.shutdown()
 
 
+def busy_beside_another() -> None:
+    cluster = start_cluster()
+    actors = [cluster.remote(num_cpus=0)(Actor).remote() for _ in range(2)]
+    cluster.get([each.value.remote() for each in actors], timeout=30)
+    updater = legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=4.0)
+    actors[0].sleep.remote(14.0)
+    for number in (1.0, 2.0, 3.0):
+        error, seconds = raised(updater, policy_of(number))
+        assert isinstance(error, aiosync.PartialSyncError), error
+        assert (set(error.acked), set(error.failed)) == ({1}, {0})
+        assert isinstance(error.failed[0], aiosync.AckTimeout), error
+        # Only the first update waits for the busy actor.
+        assert number == 1.0 or seconds < 2.0
+        assert cluster.get(actors[1].value.remote(), timeout=20) == number
+    # An update for the busy one alone waits for it.
+    error, seconds = raised(updater, policy_of(9.0), worker_ids=[0])
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert seconds > 3.0
+    # The actor has connected as soon as it gets to the updater's call.
+    assert cluster.get(actors[0].value.remote(), timeout=20) == 3.0
+    updater(policy_of(4.0))
+    assert cluster.get([each.value.remote() for each in actors], timeout=20) == [4.0, 4.0]
+    updater.shutdown()
+    cluster.shutdown()
+
+
 def restarted() -> None:
     cluster = start_cluster()
     remote_class = cluster.remote(num_cpus=0, max_restarts=1)(Actor)

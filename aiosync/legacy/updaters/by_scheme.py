@@ -74,6 +74,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         self._scheme: WeightSyncScheme | None = None
         self._closed = False
         self._installed: set[int] = set()  # workers that have a receiver
+        self._given_up: set[int] = set()  # workers that were too busy to get one
 
     def shutdown(self) -> None:
         """Close the links to the workers, which keep their weights. Idempotent."""
@@ -138,8 +139,14 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             workers, own = self._workers(), copy.copy(scheme)
             for idx in missing:
                 connecting.begin(idx, functools.partial(self._call, workers[idx], own, idx))
+            if len(missing) < len(indices):
+                # The others do not wait once more for a worker that stays busy.
+                for idx in connecting.pending.keys() & self._given_up:
+                    connecting.finish(idx, 0.0)
             connecting.finish_all(self.timeout)
             self._installed |= connecting.acked
+            late = {idx for idx, why in connecting.failed.items() if isinstance(why, AckTimeout)}
+            self._given_up = self._given_up - connecting.acked | late
         return scheme, connecting.failed
 
     def _given_or_known(self, weights: Any) -> Any:
@@ -358,7 +365,8 @@ class RayWeightUpdater(_SchemeWeightUpdater):
 
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
     refused the weights or did not answer in time. An actor that Ray has restarted gets the newest
-    weights with one of the next updates.
+    weights with one of the next updates. An actor that was too busy for one update holds up
+    no later one for the others.
     """
 
     _workers_name = "remote_collectors"
