@@ -171,8 +171,7 @@ class WeightSender:
         """Return True if every expected worker is connected and each subscriber has a version."""
         links, number = self.workers.links, self.workers.admission.num_workers
         here = sum(idx < FIRST_OF_OTHERS for idx in links) if number else len(links)
-        enough = here >= (number or 1)
-        return enough and all(link.visible for link in self.workers.subscribers)
+        return here >= (number or 1) and all(link.visible for link in self.workers.subscribers)
 
     # -- connecting ----------------------------------------------------------------------------
 
