@@ -134,21 +134,8 @@ class WeightsMixin:
             min_version=min_version,
         )
         await feed.start()
-        limit = math.inf if timeout is None else timeout
-        try:
-            async with feed.request(timeout=limit) as version:
-                pass
-        except BaseException as exc:  # a cancellation ends the feed and is raised again
-            status = feed.status
-            await feed.aclose()
-            if not isinstance(exc, AdmissionTimeout):
-                raise
-            where = f" from {source.address}" if isinstance(source, TCPWeightSyncScheme) else ""
-            raise RecvTimeout(
-                f"{_replica_name()} has no version of the weights{where} to start with after "
-                f"{limit:g} s: it has version {status.version} and needs {status.waits_for}; "
-                f"{status.reason or 'the source has nothing newer'}"
-            ) from exc
+        where = f" from {source.address}" if isinstance(source, TCPWeightSyncScheme) else ""
+        version = await _first_version(feed, where, math.inf if timeout is None else timeout)
         self._weight_feed = feed
         self._max_staleness = max_staleness
         self._close_with_the_replica()
@@ -427,3 +414,24 @@ class ReplicaWeightsMiddleware:
                 raise LocalProtocolError(f"{type(replica).__name__} is not a WeightsMixin")
             self._inner = WeightsMiddleware(self._app, replica.weight_feed, **self._options)
         await self._inner(scope, receive, send)
+
+
+async def _first_version(feed: WeightFeed, where: str, timeout: float) -> int:
+    """Return the version with which requests may begin; on any error end the feed.
+
+    Raises:
+        RecvTimeout: There is none in time.
+    """
+    try:
+        async with feed.request(timeout=timeout) as version:
+            return version
+    except BaseException as exc:  # a cancellation ends the feed and is raised again
+        status = feed.status
+        await feed.aclose()
+        if not isinstance(exc, AdmissionTimeout):
+            raise
+        raise RecvTimeout(
+            f"{_replica_name()} has no version of the weights{where} to start with after "
+            f"{timeout:g} s: it has version {status.version} and needs {status.waits_for}; "
+            f"{status.reason or 'the source has nothing newer'}"
+        ) from exc

@@ -329,13 +329,9 @@ class Applier:
         # The model no longer needs the update before; or this one, if it was copied or refused.
         unused = self._before if staged.taken and not model.copy else staged
         has_to_tell = self._finish_update(staged, unused, read_has_to_raise)
-        # Counted before the trainer or a waiting call hears of the update. An async hook may still
-        # refuse it: then it is counted once that has ended.
-        after = self._ledger.awaits_hook() if has_to_tell and error is None else None
-        if after is not None:
-            staged.hook = after, self._facts_of(staged, began)
-        elif error is None:
-            self.note("ok", staged, began)
+        if error is None:
+            # Counted before the trainer or a waiting call hears of the update.
+            self._note_taken(staged, began, has_to_tell)
         if has_to_tell:
             self._tell(staged, unused)
         self._taking = self._before = None
@@ -345,6 +341,14 @@ class Applier:
         if error is not None and not staged.taken:
             self._raise_at_read(staged.version, error, read_has_to_raise)
         return staged
+
+    def _note_taken(self, staged: Staged, began: float, has_to_tell: bool) -> None:
+        """Count an update that the model took; one that an async hook may refuse, after that."""
+        after = self._ledger.awaits_hook() if has_to_tell else None
+        if after is not None:
+            staged.hook = after, self._facts_of(staged, began)
+        else:
+            self.note("ok", staged, began)
 
     def _finish_update(
         self, staged: Staged, unused: Staged | None, read_has_to_raise: bool

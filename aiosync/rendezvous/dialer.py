@@ -207,18 +207,22 @@ def _is_unanswered(error: AiosyncError) -> bool:
 
 def _join_errors(failed: Mapping[str, AiosyncError], is_redial: bool) -> AiosyncError:
     """Return one error, final or not, for an attempt that failed at each of several addresses."""
+    kind = _kind_of(failed, is_redial)
+    texts = {address: str(error) for address, error in failed.items()}
+    return kind("; ".join(t if at in t else f"{at}: {t}" for at, t in texts.items()))
+
+
+def _kind_of(failed: Mapping[str, AiosyncError], is_redial: bool) -> type[AiosyncError]:
+    """Return the class of the one error for an attempt that failed at several addresses."""
     finals = [each for each in failed.values() if is_final(each)]
     # One final error is enough before the first link, as it shows a mistake of the user. Later the
     # other addresses may admit this side again; and a server that sent this side on in vain admits
     # it at the next attempt.
     is_sent_on = any(isinstance(each, SentOn) for each in failed.values())
-    kind: type[AiosyncError] = ConnectError
     if finals and (len(finals) == len(failed) or not (is_redial or is_sent_on)):
-        kind = AuthError if isinstance(finals[0], AuthError) else ConfigError
-    elif all(isinstance(each, ConnectTimeout) for each in failed.values()):
-        kind = ConnectTimeout
-    texts = {address: str(error) for address, error in failed.items()}
-    return kind("; ".join(t if at in t else f"{at}: {t}" for at, t in texts.items()))
+        return AuthError if isinstance(finals[0], AuthError) else ConfigError
+    late = all(isinstance(each, ConnectTimeout) for each in failed.values())
+    return ConnectTimeout if late else ConnectError
 
 
 def to_dial(urls: str | Sequence[str]) -> tuple[Address, ...]:

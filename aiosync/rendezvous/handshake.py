@@ -136,13 +136,7 @@ def _choose_idx(
         raise ConfigError(f"worker {asked} connected through the pipe of worker {expected}")
     wanted = asked if expected is None else expected
     if wanted is None:
-        free = next((idx for idx in indices(hello) if holder(idx, hello) is None), None)
-        if free is not None:
-            return free
-        raise ConnectError(
-            f"the sender expects {num_workers} workers, and all of them are connected: set "
-            "num_workers=None in init_on_sender() for any number, or end one of them first"
-        )
+        return _first_free(hello, num_workers, indices, holder)
     if expected is None and num_workers is not None and wanted >= num_workers:
         raise ConfigError(
             f"Worker {wanted} not registered: the sender expects {num_workers} workers, with "
@@ -155,6 +149,22 @@ def _choose_idx(
             "or none, so that the sender chooses one; or end that worker first"
         )
     return wanted
+
+
+def _first_free(
+    hello: Hello,
+    num_workers: int | None,
+    indices: Callable[[Hello], Iterable[int]],
+    holder: Callable[[int, Hello], int | None],
+) -> int:
+    """Return the first index that nobody has, or raise :class:`ConnectError`."""
+    free = next((idx for idx in indices(hello) if holder(idx, hello) is None), None)
+    if free is not None:
+        return free
+    raise ConnectError(
+        f"the sender expects {num_workers} workers, and all of them are connected: set "
+        "num_workers=None in init_on_sender() for any number, or end one of them first"
+    )
 
 
 class Refused(ConnectError):

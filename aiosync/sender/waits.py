@@ -9,6 +9,7 @@ from aiosync._log import Waiting
 from aiosync.errors import AiosyncError, PartialSyncError, SyncTimeout
 from aiosync.rendezvous.dialer import is_final
 from aiosync.sender.registry import WorkerRegistry
+from aiosync.sender.worker_record import WorkerRecord
 
 __all__ = ["WorkerWaits"]
 
@@ -91,19 +92,18 @@ class WorkerWaits:
         """Return the workers that will not get ``version`` or a newer one, with the reason."""
         failed: dict[int, AiosyncError] = {}
         for idx, record in self._workers.records.items():
-            link, error = self._workers.links.get(idx), record.error
+            error = record.error
             if error is None or record.has_left or idx in acked or not record.subscribes:
                 continue
+            link = self._workers.links.get(idx)
             if link is None:
-                # Nothing dials a worker whose error is final.
-                if is_final(error) or (staged and record.failed_version >= version):
-                    failed[idx] = error
-                elif record.is_closed and record.had < version <= record.failed_version:
-                    failed[idx] = error
-            # An update on its way to a worker that refused one may be the awaited one.
-            elif staged or link.outbox.is_idle:
-                if link.visible < version <= record.failed_version:
-                    failed[idx] = error
+                has_failed = _has_gone(record, error, version, staged)
+            else:
+                # An update on its way to a worker that refused one may be the awaited one.
+                waits = not (staged or link.outbox.is_idle)
+                has_failed = not waits and link.visible < version <= record.failed_version
+            if has_failed:
+                failed[idx] = error
         return failed
 
     async def wait_until(
@@ -170,3 +170,11 @@ class WorkerWaits:
             if timer is not None:
                 timer.cancel()
         return max((link.lag for link in self._workers.subscribers), default=0)
+
+
+def _has_gone(record: WorkerRecord, error: AiosyncError, version: int, staged: bool) -> bool:
+    """Return True if a worker without a link will not get a version."""
+    if is_final(error) or (staged and record.failed_version >= version):
+        # Nothing dials a worker whose error is final.
+        return True
+    return record.is_closed and record.had < version <= record.failed_version

@@ -136,17 +136,12 @@ class WeightServer:
         self._advertise = None if advertise is None else check_advertised(advertise)
         if upstream is None and (upstream_token, upstream_tls, advertise) != (None, None, None):
             raise ConfigError("upstream_token=, upstream_tls= and advertise= need an upstream=")
-        if upstream is not None and not model_ids:
-            raise ConfigError("a server with an upstream= follows named models: pass model_ids=")
-        self._upstream = (
-            None
-            if upstream is None
-            else Upstream(
+        self._upstream: Upstream | None = None
+        if upstream is not None:
+            self._upstream = Upstream(
                 upstream, token=upstream_token, tls=upstream_tls, limits=limits, streams=streams
             )
-        )
-        if self._upstream is not None:
-            _refuse_own(self._upstream, url, advertise)
+            _check_upstream(self._upstream, url, advertise, model_ids)
         self._failed: Counter[str] = Counter()  # links that ended with an error, by its name
         self._listener = StreamListener(
             url,
@@ -399,12 +394,14 @@ class WeightServer:
         }
 
 
-def _refuse_own(upstream: Upstream, *addresses: str | None) -> None:
-    """Raise ConfigError if an upstream is one of the server's own addresses."""
-    if any(map(upstream.leads_to, filter(None, addresses))):
-        raise ConfigError(
-            f"the server at {addresses[0]} would follow itself: give another upstream="
-        )
+def _check_upstream(
+    upstream: Upstream, url: str, advertise: str | None, model_ids: Sequence[str] | None
+) -> None:
+    """Raise ConfigError if an upstream leads back to the server, or no models are named."""
+    if not model_ids:
+        raise ConfigError("a server with an upstream= follows named models: pass model_ids=")
+    if any(map(upstream.leads_to, filter(None, (url, advertise)))):
+        raise ConfigError(f"the server at {url} would follow itself: give another upstream=")
 
 
 def count_refusals(server: WeightServer) -> dict[str, int]:

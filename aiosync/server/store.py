@@ -133,6 +133,14 @@ class _Kept:
     position: int = 0
     count: int = 0
 
+    def may_grow(self, path: str) -> bool:
+        """Return True if a version may be appended: there are few, and no other process saved."""
+        return (
+            self.count < _MOST_CHANGES
+            and self.stamp == _stamp(path)
+            and self.position == _size(_changes_of(path))
+        )
+
 
 class WeightStore:
     """A directory with one file for each model.
@@ -225,9 +233,7 @@ class WeightStore:
     def _append(self, path: str, model_id: str, update: StoredUpdate, checksum: str) -> bool:
         """Append the changes since the version that was saved last; False if there is no room."""
         kept, layout = (self._kept or {}).get(model_id), update.layout
-        if kept is None or kept.digest != layout.digest or kept.count >= _MOST_CHANGES:
-            return False
-        if kept.stamp != _stamp(path) or kept.position != _size(_changes_of(path)):
+        if kept is None or kept.digest != layout.digest or not kept.may_grow(path):
             return False
         memory, before = update.buffer.memoryview(), kept.buffer.memoryview()
         most = layout.nbytes // 2 - kept.position

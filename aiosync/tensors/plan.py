@@ -115,18 +115,20 @@ class Plan:
         has = accelerator().has
         assigned = [spot.tensor for spot in self.assigned]
         self.devices: set[torch.device] = {each.device for each in assigned if has(each)}
-        parameters = (each for each in self.tensors.tensors if type(each) is nn.Parameter)
-        self.first_parameter: nn.Parameter | None = next(parameters, None)
+        self.first_parameter: nn.Parameter | None = _first_parameter(self.tensors.tensors)
         if self.devices and mode != "copy there":
             self.copies.allocate_on_devices(layout)
         self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
-        all_views = all(is_view for _, _, is_view in self.moves)
-        self.is_single_use: bool = bool(self.puts) or not all_views
+        self.is_single_use: bool = bool(self.puts) or not self._only_moves_to_views()
         self.digest: bytes = layout.digest
         self.pick_flipped: _Pick | None = None
         self.cache_owners: list[Any] = find_cache_owners(target, self.tensors.tree)
         if not (self.is_single_use or self.values or self.equal or copies or self.cache_owners):
             self.pick_flipped = self._picker()
+
+    def _only_moves_to_views(self) -> bool:
+        """Return True if each moved tensor becomes a view of its leaf."""
+        return all(is_view for _, _, is_view in self.moves)
 
     def _picker(self) -> _Pick | None:
         """Return the function that picks the leaves of the moves; ``None`` if nothing moves."""
@@ -177,6 +179,10 @@ class Plan:
                 f"the weights are on {device}, and this worker's model is on {where}: use "
                 "memory='host'"
             )
+
+
+def _first_parameter(tensors: Sequence[torch.Tensor]) -> nn.Parameter | None:
+    return next((each for each in tensors if type(each) is nn.Parameter), None)
 
 
 def _is_replaced(spot: Spot) -> bool:

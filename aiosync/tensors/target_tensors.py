@@ -109,21 +109,21 @@ class TargetTensors:
         same = tree.unchanged() if tree is not None else find_nested(target).same_as(self.found)
         return same and self._signature.same(self.tensors)
 
+    def _extents(self) -> list[_Extent]:
+        """Return the memory of all tensors that have some, in order."""
+        ordinary = (spot for spot in self.spots if is_ordinary(spot.tensor))
+        extents = [_Extent.of(spot) for spot in ordinary if spot.tensor.numel()]
+        return sorted(extents, key=attrgetter("device", "start"))
+
     def refuse_overlapping(self) -> None:
         """Raise if a tensor that gets weights shares memory with one that gets others, or none.
 
         Raises:
             ManifestMismatch: Some do; all names are listed.
         """
-        extents = [
-            _Extent.of(spot)
-            for spot in self.spots
-            if is_ordinary(spot.tensor) and spot.tensor.numel()
-        ]
-        extents.sort(key=attrgetter("device", "start"))
         mismatched: dict[str, str] = {}
         before: list[_Extent] = []
-        for other in extents:
+        for other in self._extents():
             # A large tensor may reach beyond several others, so that its neighbour is not enough.
             before = [x for x in before if x.device == other.device and x.end > other.start]
             for one in filter(other.clashes_with, before):

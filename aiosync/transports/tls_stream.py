@@ -173,11 +173,7 @@ class TlsStream(ByteStream):
             except ssl.SSLWantReadError:
                 # Records without data, or with little, must not keep the loop from its turns.
                 try:
-                    if overhead >= _READ_NBYTES:
-                        raise InterruptedError
-                    if self._errno is not None:
-                        raise OSError(self._errno, os.strerror(self._errno))
-                    nbytes = self.sock.recv_into(_scratch.memory)
+                    nbytes = self._receive(may_read=overhead < _READ_NBYTES)
                 except OSError as exc:
                     if not total:
                         raise
@@ -185,14 +181,28 @@ class TlsStream(ByteStream):
                         self._errno = exc.errno
                     break
                 overhead += nbytes
-                if nbytes:
-                    self._in.write(_scratch.memory[:nbytes])
-                else:
-                    self._in.write_eof()
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 # The end of the stream is not an error here: frames show if one was cut.
                 break
         return total
+
+    def _receive(self, *, may_read: bool) -> int:
+        """Hand bytes of the socket over to TLS; return their number, 0 at the end.
+
+        Raises:
+            InterruptedError: This read has had its turn, as ``may_read`` says.
+            OSError: The connection has an error, or had one.
+        """
+        if not may_read:
+            raise InterruptedError
+        if self._errno is not None:
+            raise OSError(self._errno, os.strerror(self._errno))
+        nbytes = self.sock.recv_into(_scratch.memory)
+        if nbytes:
+            self._in.write(_scratch.memory[:nbytes])
+        else:
+            self._in.write_eof()
+        return nbytes
 
     def _writev(self, buffers: Sequence[memoryview]) -> int:
         """Encrypt and send some bytes, unless earlier ones are unsent; return how many."""

@@ -122,11 +122,7 @@ def verify_listener(
     if challenge.required != mine or has_mac != mine:
         raise _one_sided(dialer_has_it=mine)
     if isinstance(message, Refuse):
-        if not mine:
-            # Neither side has a token, so tokens cannot be the reason.
-            raise _refused(message)
-        # The peer's text adds nothing here, and may contain anything.
-        raise AuthError("the listener refused the dialer: their tokens are not the same")
+        raise _refused_token(message, has_token=mine)
     same = hmac.compare_digest(message.nonce, challenge.nonce)
     expected = _mac(token, _LISTENER, challenge.nonce, answer.nonce)
     if not hmac.compare_digest(message.mac, expected) or not same:
@@ -160,3 +156,12 @@ def _refused(message: Refuse) -> ConnectError | ConfigError:
     text = ascii(f"{message.error_type}: {message.error_text}"[:_MAX_TEXT])
     kind = ConfigError if message.error_type == ConfigError.__name__ else ConnectError
     return kind(f"the listener refused the link: {text}")
+
+
+def _refused_token(message: Refuse, *, has_token: bool) -> ConnectError | ConfigError:
+    """Return the error for a link that the listener refused as it has another token."""
+    if not has_token:
+        # Neither side has a token, so tokens cannot be the reason.
+        return _refused(message)
+    # The peer's text adds nothing here, and may contain anything.
+    return AuthError("the listener refused the dialer: their tokens are not the same")

@@ -491,29 +491,14 @@ class SlotReader:
                 descriptor.
             RemoteProtocolError: The word names no slot, or an empty one.
         """
-        words, held, tries, until = self.words, self._held, 0, 0.0
+        words = self.words
         self.unread = 0
         if words is None or words[WANT] == self._seen:
             return None
-        while True:
-            want = words[WANT]
-            index = want & 255
-            with FORKING:
-                view = self.segments.get(want >> 8 & 255)
-                if view is None or (view.on_device and index not in view.blocks):
-                    self.unread = want
-                    return None
-                # The word may name the slot that the model uses: its lock and content stay then.
-                held_here = held is not None and held.view is view and held.index == index
-                locked = view.lock(index)
-                if locked and words[WANT] == want:
-                    break
-                if locked and not held_here:
-                    view.unlock(index)
-            tries += 1
-            if tries > _QUICK_TRIES:
-                until = until or time.monotonic() + _PATIENCE_SECONDS
-                _pause(until)
+        found = self._lock_named(words)
+        if found is None:
+            return None
+        want, index, view, held_here = found
         view.check_locked(index)
         mapping, mapped = view.maps.get(index) or view.map(index)
         if not held_here:
@@ -530,6 +515,34 @@ class SlotReader:
         return NamedSlot(
             want, version, digest, nbytes, sent_at, ids, memory, block, key, view, index
         )
+
+    def _lock_named(self, words: memoryview) -> tuple[int, int, _SegmentView, bool] | None:
+        """Lock the slot that the word names.
+
+        Returns:
+            The word, the slot's index, its segment, and True if the model uses this slot; ``None``
+            if the segment was not announced yet.
+        """
+        held, tries, until = self._held, 0, 0.0
+        while True:
+            want = words[WANT]
+            index = want & 255
+            with FORKING:
+                view = self.segments.get(want >> 8 & 255)
+                if view is None or (view.on_device and index not in view.blocks):
+                    self.unread = want
+                    return None
+                # The word may name the slot that the model uses: its lock and content stay then.
+                held_here = held is not None and held.view is view and held.index == index
+                locked = view.lock(index)
+                if locked and words[WANT] == want:
+                    return want, index, view, held_here
+                if locked and not held_here:
+                    view.unlock(index)
+            tries += 1
+            if tries > _QUICK_TRIES:
+                until = until or time.monotonic() + _PATIENCE_SECONDS
+                _pause(until)
 
     def hold(self, slot: NamedSlot) -> None:
         """Register that the model has the version in this slot, and write it to the page."""
