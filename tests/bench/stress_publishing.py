@@ -365,9 +365,11 @@ async def _compute_on_loop(
         if clock.words[_REST]:
             await asyncio.sleep(0.2)
             continue
-        # The loop has no turn during these forwards.
+        # The loop has no turn during these forwards, whose updates nobody answers meanwhile.
+        ends = time.monotonic() + 5.0
         for _ in range(chance.randrange(200)):
-            watch.look()
+            if time.monotonic() < ends:
+                watch.look()
         await asyncio.sleep(0)
         if chance.random() < 0.01:
             watch.keep(chance.randrange(3))
@@ -554,6 +556,8 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
     for process in crew.values():
         process.join(60)
         count["failed"] += process.exitcode not in (0, -signal.SIGKILL, None)
+    # The traceback of an interrupt may be part of a cycle.
+    gc.collect()
     count["left"] += len(shared_memory())
     write(report, **count)
 
