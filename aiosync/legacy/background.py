@@ -1,4 +1,4 @@
-"""A thread in which a user's own scheme receives.
+"""The loop of the thread in which a user's own scheme receives.
 
 Must not import schemes.
 """
@@ -11,46 +11,36 @@ from typing import Any
 
 from aiosync._repr import text_of
 
-__all__ = ["BackgroundReceiver"]
+__all__ = ["receive_in_background"]
 
-_JOIN_SECONDS = 5.0
+_PAUSE_SECONDS = 0.1  # after an error, as a hook that always raises would take a whole core
 
 
-class BackgroundReceiver:
-    """Thread that calls a scheme's ``receive()`` at each ``"receive"`` instruction.
+def receive_in_background(scheme: Any, stopping: threading.Event) -> None:
+    """Call a scheme's ``receive()`` at each ``"receive"`` instruction.
 
-    The instructions come from the scheme's ``_wait_for_instruction()``. The thread ends when that
-    returns ``"stop"`` or ``None``, or raises. An error of ``receive()`` is a warning: the trainer
-    gets it, too, and the next update may fit.
+    The instructions come from the scheme's ``_wait_for_instruction()``. The loop ends when that
+    returns ``"stop"`` or ``None``. An error is a warning: the trainer gets that of ``receive()``,
+    too, and the next update may fit.
 
     Args:
         scheme: The scheme.
-        worker_idx: Index of the worker, for the name of the thread.
-
-    Attributes:
-        stopping: Event that ends the thread before its next ``receive()``.
+        stopping: Event that ends the loop before its next instruction.
     """
-
-    def __init__(self, scheme: Any, worker_idx: int | None) -> None:
-        self.stopping: threading.Event = threading.Event()
-        self._scheme = scheme
-        name = f"WeightReceiver-{worker_idx}"
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        """Receive at each instruction, in the thread."""
-        scheme = self._scheme
-        while scheme._wait_for_instruction() not in (None, "stop") and not self.stopping.is_set():
-            try:
+    while not stopping.is_set():
+        try:
+            instruction = scheme._wait_for_instruction()
+            if instruction in (None, "stop") or stopping.is_set():
+                return
+            if instruction == "receive":
                 scheme.receive()
-            except Exception as exc:  # noqa: BLE001 - becomes a warning
-                what = f"{type(scheme).__name__} could not receive"
-                text = f"{what}: {type(exc).__name__}: {text_of(exc)}"
-                warnings.warn(text, RuntimeWarning, stacklevel=1)
+            else:
+                _warn(scheme, f"does not know the instruction {instruction!r}")
+        except Exception as exc:  # noqa: BLE001 - becomes a warning
+            if not stopping.wait(_PAUSE_SECONDS):
+                _warn(scheme, f"could not receive: {type(exc).__name__}: {text_of(exc)}")
 
-    def stop(self) -> None:
-        """Have the thread end after what it does now; wait for that, at most 5 seconds."""
-        self.stopping.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)
+
+def _warn(scheme: Any, text: str) -> None:
+    """Warn of what went wrong in the background."""
+    warnings.warn(f"{type(scheme).__name__} {text}", RuntimeWarning, stacklevel=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
@@ -17,7 +18,7 @@ import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
-from aiosync.legacy.background import BackgroundReceiver
+from aiosync.legacy.background import receive_in_background
 from aiosync.legacy.ends import WeightReceiver, WeightSender
 from aiosync.legacy.transports import (
     Answered,
@@ -49,8 +50,17 @@ _WITHOUT_PIPES = {
 }
 """Options that only links of the newer generation have, and their defaults."""
 
-_OF_THIS_PROCESS = ("_background", "_cached", "_pid", "_receiver", "_sender")
+_OF_THIS_PROCESS = (
+    "_background_thread",
+    "_cached",
+    "_pid",
+    "_receiver",
+    "_sender",
+    "_stop_event",
+)
 """Attributes of a scheme that its copies do not have."""
+
+_JOIN_SECONDS = 5.0  # time for the background thread to end what it does
 
 _adapters: dict[type[facade.WeightSyncScheme], type[WeightSyncScheme]] = {}
 """The schemes of this generation, by the class of the scheme that each stands on."""
@@ -150,7 +160,9 @@ class WeightSyncScheme(SchemeOptions):
         self._pid = os.getpid()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
-        self._background: BackgroundReceiver | None = None
+        # Users' hooks look at these two, which have TorchRL's names.
+        self._background_thread: threading.Thread | None = None
+        self._stop_event: threading.Event | None = None
         self._cached: Any = None
 
     def _after_fork(self) -> None:
@@ -591,7 +603,11 @@ class WeightSyncScheme(SchemeOptions):
 
     def _start_background_receiver(self) -> None:
         """Start a thread that receives at each instruction of ``_wait_for_instruction()``."""
-        self._background = BackgroundReceiver(self, self.worker_idx)
+        self._stop_event = threading.Event()  # set first, because the thread's hook looks at it
+        name = f"WeightReceiver-{self.worker_idx}"
+        run = functools.partial(receive_in_background, self, self._stop_event)
+        self._background_thread = threading.Thread(target=run, name=name, daemon=True)
+        self._background_thread.start()
 
     def _assign_to_receiver(self, name: str, value: Any) -> None:
         """Pass an assigned value on to the receiver, unless this object is a sender, too."""
@@ -699,8 +715,11 @@ class WeightSyncScheme(SchemeOptions):
         """Close every link, task, socket and buffer of this object. Idempotent, bounded."""
         self._after_fork()
         try:
-            if self._background is not None:
-                self._background.stop()
+            if self._stop_event is not None:
+                self._stop_event.set()
+            thread = self._background_thread
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
             for role in self._roles:
                 role.close()
         finally:
@@ -708,8 +727,8 @@ class WeightSyncScheme(SchemeOptions):
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
-        if self._background is not None:
-            self._background.stopping.set()
+        if self._stop_event is not None:
+            self._stop_event.set()
         for role in self._roles:
             role.close(at_once=True)
         self._scheme.abort()

@@ -249,6 +249,59 @@ def test_a_scheme_that_receives_in_the_background_of_a_process() -> None:
         each.join_thread()
 
 
+class Polled(QueueScheme):
+    """Scheme whose hook asks for instructions until the scheme ends, as TorchRL's own do."""
+
+    def __init__(self, ends: list[Any], instructions: Any) -> None:
+        super().__init__(ends)
+        self.instructions = instructions
+        self.seen: list[Any] = []
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        self._start_background_receiver()
+        self.seen.append(self._background_thread)
+
+    def _wait_for_instruction(self, timeout: float | None = None) -> Any:
+        if self._stop_event.is_set():  # type: ignore[union-attr]
+            return None
+        found = self.instructions.get(timeout=0.01)  # raises queue.Empty at first
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_the_background_thread_survives_errors_of_the_hook() -> None:
+    ends, instructions = queues(), queue.Queue[Any]()
+    trained, model = tools.filled(1.0), tools.filled(0.0)
+    with QueueScheme(ends) as scheme, Polled(ends, instructions) as other:
+        scheme.init_on_sender(model_id="policy", model=trained)
+        other.init_on_receiver(model_id="policy", model=model)
+
+        def update() -> None:
+            other.connect()
+            instructions.put(ValueError("no such store"))
+            instructions.put("dance")
+            for value in (2.0, 3.0):
+                tools.fill(trained, value)
+                instructions.put("receive")
+                scheme.send()
+                assert tools.value_of(model) == value
+
+        with pytest.warns(RuntimeWarning) as caught:
+            update()
+        texts = " ".join(str(each.message) for each in caught)
+        assert "Polled could not receive: ValueError: no such store" in texts
+        assert "Polled does not know the instruction 'dance'" in texts
+        [thread] = other.seen
+        assert thread.is_alive()
+        assert thread.name == "WeightReceiver-0"
+    assert not thread.is_alive()
+    # The thread and its event stay in the process.
+    assert type(pickle.loads(pickle.dumps(Polled(ends=[], instructions=None)))) is Polled
+
+
 class Shared(QueueScheme):
     """Scheme with one transport for all workers."""
 
