@@ -7,6 +7,7 @@ which makes links of the newer generation. Must not import torch.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -166,9 +167,9 @@ class WeightSyncScheme(SchemeOptions):
         self._cached: Any = None
 
     def _after_fork(self) -> None:
-        # The transports belong to the parent.
+        # The transports belong to the parent, and so do the model and the context of its role.
         if self._pid != os.getpid():
-            self._adopt(self._scheme)
+            self._adopt(copy.copy(self._scheme) if self._roles else self._scheme)
 
     @property
     def _given(self) -> Given:

@@ -249,6 +249,44 @@ def test_a_scheme_that_receives_in_the_background_of_a_process() -> None:
         each.join_thread()
 
 
+class Unassigned(Pushed):
+    """Scheme that keeps its context unless a call brings one, as TorchRL's own do."""
+
+    def _init_on_receiver_impl(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        context = self.context if context is None else context
+        super()._init_on_receiver_impl(model_id, context, **kwargs)
+
+
+def _forked(scheme: Any, conn: Any) -> None:
+    model = tools.filled(0.0)
+    scheme.init_on_receiver(model_id="policy", model=model)
+    scheme.connect()
+    conn.send((scheme.context, tools.value_of(model)))
+    while conn.recv() is not None:
+        conn.send(tools.value_of(model))
+    scheme.shutdown()
+
+
+def test_a_worker_that_is_forked_from_the_sender_has_no_context_of_its_own() -> None:
+    ctx = harness.context("fork")
+    owner = Owner(tools.filled(1.0))
+    ends = [(ctx.Queue(), ctx.Queue())]
+    mine, theirs = ctx.Pipe()
+    with Unassigned(ends) as scheme:
+        scheme.init_on_sender(model_id="policy", context=owner)
+        with workers.process(_forked, scheme, theirs):
+            scheme.connect(weights=owner.policy)
+            assert tools.recv(mine) == (None, 1.0)
+            tools.fill(owner.policy, 2.0)
+            scheme.send()
+            mine.send("look")
+            assert tools.recv(mine) == 2.0
+            mine.send(None)
+    for each in ends[0]:
+        each.close()
+        each.join_thread()
+
+
 class Polled(QueueScheme):
     """Scheme whose hook asks for instructions until the scheme ends, as TorchRL's own do."""
 
