@@ -743,7 +743,7 @@ class WeightSyncScheme(SchemeOptions):
         below = self._scheme.__getstate__()
         if self._receiver is not None:
             # The index is that of this worker.
-            below["worker_idx"] = None
+            below["_scheme"].worker_idx = None
         return {**own, "_scheme": below}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -288,6 +288,17 @@ def test_a_context_that_goes_is_told_to_both_sides() -> None:
             other.get_receiver().receive(timeout=tools.PATIENCE)
 
 
+@BOTH
+def test_a_copy_of_a_worker_is_not_that_worker(make: Any) -> None:
+    _, theirs = Pipe()
+    with make() as scheme:
+        scheme.worker_idx = 1
+        assert copy.copy(scheme).worker_idx == 1  # assigned for a later worker
+        scheme.init_on_worker(model_id="policy", pipe=theirs, model=tools.filled(0.0))
+        for twin in (pickle.loads(pickle.dumps(scheme)), copy.copy(scheme)):
+            assert (scheme.worker_idx, twin.worker_idx) == (1, None)
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_forked_from_the_sender() -> None:
     mine, theirs = Pipe()
