@@ -116,7 +116,9 @@ class WeightSyncScheme(SchemeOptions):
 
     Args:
         strategy: ``"state_dict"`` or ``"tensordict"``: the leaves of a module that are sent. Over
-            pipes the other side may have the other strategy.
+            pipes the other side may have the other strategy. By default ``"state_dict"``; but
+            ``"tensordict"``, as in TorchRL's present generation, for a class without links of
+            aiosync that overrides one of that generation's hooks, ``_init_on_..._impl()``.
         options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
 
     Raises:
@@ -138,7 +140,9 @@ class WeightSyncScheme(SchemeOptions):
             stands_on.register(cls)
             follow_overrides(cls, WeightSyncScheme, stands_on)
 
-    def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
+    def __init__(self, strategy: StrategyName | None = None, **options: Any) -> None:
+        if strategy is None:
+            strategy = "tensordict" if self._has_newer_hooks() else "state_dict"
         self._adopt(self._stands_on(strategy=strategy, **options))
 
     @classmethod
@@ -154,6 +158,13 @@ class WeightSyncScheme(SchemeOptions):
                 f"aiosync.legacy has no scheme for {backend!r}: aiosync.sync.WeightSyncScheme has"
             )
         return found(**options)
+
+    @classmethod
+    def _has_newer_hooks(cls) -> bool:
+        """Return True for a user's class that was written for TorchRL's present generation."""
+        names, base = ("_init_on_sender_impl", "_init_on_receiver_impl"), WeightSyncScheme
+        overrides = any(getattr(cls, name) is not getattr(base, name) for name in names)
+        return cls._stands_on is _Unlinked and overrides
 
     def _adopt(self, scheme: facade.WeightSyncScheme) -> None:
         """Stand on a scheme from now on, without a role."""

@@ -399,6 +399,24 @@ def test_schemes_with_pipes_have_them_as_well(make: Any) -> None:
             assert applied.weights["weight"].unique().tolist() == [2.0]
 
 
+def test_the_default_strategy_is_that_of_the_generation_of_the_hooks() -> None:
+    class OfPresent(QueueScheme):
+        def __init__(self) -> None:
+            legacy.WeightSyncScheme.__init__(self)
+
+    class OfFirst(legacy.WeightSyncScheme):
+        def create_transport(self, pipe_or_context: Any) -> Any:
+            return QueueTransport(*pipe_or_context)
+
+    class OnPipes(workers.MP):
+        def _init_on_sender_impl(self, *args: Any, **kwargs: Any) -> None:
+            super()._init_on_sender_impl(*args, **kwargs)
+
+    made = [OfPresent(), OfFirst(), OnPipes(), legacy.NoWeightSyncScheme()]
+    assert [each.strategy for each in made] == ["tensordict", *["state_dict"] * 3]
+    assert OfFirst("tensordict").strategy == "tensordict"
+
+
 def test_what_a_pickle_of_a_scheme_takes_along() -> None:
     scheme = QueueScheme([1, 2])
     copied = pickle.loads(pickle.dumps(scheme))
