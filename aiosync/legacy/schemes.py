@@ -538,7 +538,7 @@ class WeightSyncScheme(SchemeOptions):
     def connect(self, *, worker_idx: int | None = None, weights: Any = None, **kwargs: Any) -> None:
         """Connect, like :meth:`aiosync.sync.WeightSyncScheme.connect`; not needed with pipes.
 
-        Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
+        Transports with a method of :class:`aiosync.sync.InitialSyncTransport` meet the other side.
 
         Raises:
             LocalProtocolError: Called twice, or with an argument of the other side (a

@@ -29,7 +29,6 @@ from aiosync.errors import (
 )
 from aiosync.legacy.endpoint import PROCESS, Copier, Endpoint, Weights
 from aiosync.strategy import WeightStrategy
-from aiosync.sync import InitialSyncTransport
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors.values import is_tensordict
 from aiosync.transports.byte_stream import ByteStream
@@ -54,6 +53,9 @@ Finish: TypeAlias = Callable[[float | None], None]
 """Function that waits for an answer for some seconds, and raises the error of the send."""
 
 _TIMEOUT = 60.0  # long, because spawned workers import torch first and machines may be busy
+# Handshakes of TorchRL's present interface, each of which is optional.
+_MEETS_WORKER = "setup_connection_and_weights_on_sender"
+_MEETS_TRAINER = "setup_connection_and_weights_on_receiver"
 
 
 @runtime_checkable
@@ -195,12 +197,27 @@ class Deliveries:
 
 
 def is_backend(transport: Any) -> bool:
-    """Return True if a transport has TorchRL's present interface, which takes keywords."""
-    if isinstance(transport, InitialSyncTransport):
+    """Return True if a transport has TorchRL's present interface.
+
+    That interface has handshakes, takes keywords to receive, and sends without a model's name.
+    """
+    if hasattr(transport, _MEETS_WORKER) or hasattr(transport, _MEETS_TRAINER):
         return True
-    receive = getattr(transport, "receive_weights", None)
-    kinds = {} if receive is None else inspect.signature(receive).parameters
-    return "model" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
+    receive = _parameters(transport, "receive_weights")
+    if any(each.name == "model" or each.kind is each.VAR_KEYWORD for each in receive):
+        return True
+    for name in ("send_weights", "send_weights_async"):
+        sends = [each.kind for each in _parameters(transport, name) if each.default is each.empty]
+        positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if sum(kind in positional for kind in sends) == 1:
+            return True
+    return False
+
+
+def _parameters(transport: Any, name: str) -> list[inspect.Parameter]:
+    """Return the parameters of a transport's method, or none if it has no such method."""
+    method = getattr(transport, name, None)
+    return [] if method is None else list(inspect.signature(method).parameters.values())
 
 
 class Backend:
@@ -230,7 +247,7 @@ class Backend:
 
     def meet_worker(self) -> None:
         """Let the transport meet the worker, if it has a handshake."""
-        if hasattr(self.inner, "setup_connection_and_weights_on_sender"):
+        if hasattr(self.inner, _MEETS_WORKER):
             self.inner.setup_connection_and_weights_on_sender()
 
     def meet_trainer(self, worker_idx: int) -> Any:
@@ -239,7 +256,7 @@ class Backend:
         Returns:
             The initial weights, or ``None``.
         """
-        meet = getattr(self.inner, "setup_connection_and_weights_on_receiver", None)
+        meet = getattr(self.inner, _MEETS_TRAINER, None)
         return None if meet is None else self._ask(meet, worker_idx=worker_idx)
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:

@@ -172,6 +172,71 @@ def test_what_does_not_fit_is_told_to_both() -> None:
         assert tools.value_of(model) == 0.0
 
 
+class Sends:
+    """Transport that only sends, with the arguments that TorchRL passes."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def send_weights(self, weights: Any) -> None:
+        self.log.append(weights["weight"].unique().tolist())
+
+
+class SendsLater:
+    """Like the queues of TorchRL's own schemes, this transport takes a name after the weights."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def send_weights_async(self, weights: Any, model_id: str = "policy") -> None:
+        self.log.append((weights["weight"].unique().tolist(), model_id))
+
+    def wait_ack(self) -> None:
+        self.log.append("acked")
+
+
+class Greets(Sends):
+    """Transport with one half of the handshake, which takes any arguments to send."""
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        self.log.append("met")
+
+    def send_weights(self, *args: Any) -> None:
+        self.log.append(len(args))
+
+
+class SendsNamed:
+    """Transport of the older generation that only sends."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        self.log.append((model_id, weights["weight"].unique().tolist()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "log"),
+    [
+        (Sends, [[1.0]]),
+        (SendsLater, [([1.0], "policy"), "acked"]),
+        (Greets, ["met", 1]),
+        (SendsNamed, [("policy", [1.0])]),
+    ],
+)
+def test_a_transport_that_only_sends(kind: Any, log: list[Any]) -> None:
+    class Mine(legacy.WeightSyncScheme):
+        def create_transport(self, pipe_or_context: Any) -> Any:
+            return kind(pipe_or_context)
+
+    found: list[Any] = []
+    with Mine("tensordict") as scheme:
+        scheme.init_on_sender(model_id="policy", pipes=[found], model=tools.filled(1.0))
+        scheme.connect()
+        scheme.send()
+        assert found == log
+
+
 class Arrays(QueueTransport):
     """Transport of arrays: for tensors, torch would start a server in this process."""
 
