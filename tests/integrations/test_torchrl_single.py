@@ -268,3 +268,61 @@ def test_a_worker_has_the_index_that_it_is_given(make: Any) -> None:
             assert data["collector", "policy_version"].tolist() == [1] * 4
         connecting.join(workers.PATIENCE)
         assert set(sender.worker_versions) == set(given)
+
+
+def _join(sender: Any, receiver: Any) -> None:
+    """Connect both ends."""
+    connecting = threading.Thread(target=sender.connect)
+    connecting.start()
+    receiver.connect()
+    connecting.join(workers.PATIENCE)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_collector_registers_a_worker_that_has_versions_and_a_hook(is_async: bool) -> None:
+    told, token, policy = [], "0" * 32, worlds.make_policy()
+
+    def applied(epoch: int, version: int) -> None:
+        told.append(version)
+
+    async def awaited(epoch: int, version: int) -> None:
+        applied(epoch, version)
+
+    first = TCP(token=token, timeout=workers.PATIENCE)
+    first.init_on_sender(model_id="policy", model=worlds.make_policy(1.0), num_workers=1)
+    receiver = pickle.loads(pickle.dumps(first))
+    hooks = aiosync.SchemeHooks(applied=awaited if is_async else applied)
+    receiver.init_on_receiver(model_id="policy", model=policy, worker_idx=0, hooks=hooks)
+    with receiver:
+        with first:
+            _join(first, receiver)
+            address = first.address
+            for value in (2.0, 3.0):
+                first.send(worlds.make_policy(value))
+            collector = Collector(
+                worlds.World,
+                policy,
+                frames_per_batch=4,
+                total_frames=-1,
+                track_policy_version=True,
+            )
+            collector.register_scheme_receiver({"policy": receiver})
+            batches = iter(collector)
+            labels = [_label_of(batches)]
+        with TCP(address=address, token=token, timeout=workers.PATIENCE) as second:
+            # A trainer that restarts begins with version 1.
+            second.init_on_sender(model_id="policy", model=worlds.make_policy(4.0), num_workers=1)
+            second.connect()
+            labels.append(_label_of(batches))
+            second.send(worlds.make_policy(5.0))
+            labels.append(_label_of(batches))
+        collector.shutdown()
+    assert labels == [(3.0, 0), (4.0, 1), (5.0, 2)]
+    assert told == [1, 2, 3, 1, 2]
+
+
+def _label_of(batches: Any) -> tuple[float, int]:
+    """Return the action of the next frames and their label, the same for all of them."""
+    data = next(batches)
+    [action], [label] = worlds.actions(data).unique(), data["next", "policy_version"].unique()
+    return action.item(), label.item()

@@ -52,7 +52,7 @@ from aiosync.integrations.torchrl._workers import (
 )
 from aiosync.protocol import as_indices
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.scheme_hooks import run_hook
+from aiosync.receiver.scheme_hooks import SchemeHooks, run_hook
 from aiosync.schemes.internal import (
     belongs_to_torchrl,
     change_hooks,
@@ -354,8 +354,9 @@ class CollectorOwner(TorchRLOwner):
     def _attach(self, scheme: WeightSyncScheme, collector: Any) -> None:
         """Pass versions on to the collector's own workers; without any, label its frames."""
         core = core_of(scheme)
+        given = change_hooks(core).applied  # the program's own hook
         if has_workers(collector):
-            given, cascade = change_hooks(core).applied, Cascade(collector, scheme)
+            cascade = Cascade(collector, scheme)
 
             async def pass_on(epoch: int, version: int) -> None:
                 if given is not None:
@@ -367,11 +368,13 @@ class CollectorOwner(TorchRLOwner):
             labels = Labels(
                 collector,
                 life_of(core).guard,
+                scheme.epoch,
                 scheme.version,
                 sees_forwards=scheme.guard == "forward",
                 stamps=self._stamps,
             )
-            change_hooks(core, applied=labels.flipped)
+            applied = labels.flipped if given is None else _chain(labels.flipped, given)
+            change_hooks(core, applied=applied)
 
     _handlers: ClassVar = {
         "init_on_sender": (_init_on_sender, ("model_id", "context")),
@@ -380,6 +383,26 @@ class CollectorOwner(TorchRLOwner):
         "connect": (_connect, ()),
         "send": (_send, ("weights", "worker_ids")),
     }
+
+
+def _chain(
+    label: Callable[[int, int], None], given: Callable[[int, int], object]
+) -> Callable[[int, int], object]:
+    """Return a hook that labels first and then calls another one; async if the other one is."""
+    if SchemeHooks(applied=given).awaited is None:
+
+        def applied(epoch: int, version: int) -> object:
+            label(epoch, version)
+            return given(epoch, version)
+
+        return applied
+
+    # A label may come a moment after the version here, because the loop calls async hooks.
+    async def awaited(epoch: int, version: int) -> None:
+        label(epoch, version)
+        await run_hook(given, epoch, version)
+
+    return awaited
 
 
 def _count_actors(given: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ class Labels:
     Args:
         collector: The collector, which has ``policy_version_tracker``; referred to weakly.
         guard: The scheme's guard, which knows when forward passes begin.
+        epoch: Epoch of that version.
         version: Version that the policy has already; 0 if the initial weights are to come.
         sees_forwards: True if forward passes are reads of the guard. If not, the tracker grows at
             once, and an action's label may be newer than the action.
@@ -61,12 +62,18 @@ class Labels:
     """
 
     def __init__(
-        self, collector: Any, guard: Guard, version: int, *, sees_forwards: bool, stamps: bool
+        self,
+        collector: Any,
+        guard: Guard,
+        epoch: int,
+        version: int,
+        *,
+        sees_forwards: bool,
+        stamps: bool,
     ) -> None:
         self._collector = weakref.ref(collector)
         self._guard = guard
-        self._epoch: int | None = None
-        self._version = version
+        self._epoch, self._version = epoch, version
         self._grown = 0  # number of versions by which the tracker is behind
         self._stamps = stamps
         self._lock = threading.Lock()
@@ -88,8 +95,7 @@ class Labels:
         if not self._version:
             self._epoch, self._version = epoch, version
             return
-        restarted = self._epoch is not None and epoch != self._epoch
-        grown = 1 if restarted else version - self._version
+        grown = version - self._version if epoch == self._epoch else 1
         self._epoch, self._version = epoch, version
         with self._lock:
             self._grown += grown
