@@ -181,7 +181,9 @@ class NoWeightSyncScheme(WeightSyncScheme, stands_on=facade.NoWeightSyncScheme):
             # The scheme below carries the collector's policy to its workers, which begin with it.
             self._scheme.init_on_sender(model_id, context, **kwargs)
         else:
-            self._init_sender(model_id, context, pipes or [None])
+            num_workers = given_by("num_workers", kwargs, context)
+            ends = pipes or [None] * (num_workers or 1)
+            self._init_sender(model_id, context, ends, num_workers=len(ends))
 
     def init_on_worker(
         self, model_id: str | None = None, context: Any = None, **kwargs: Any

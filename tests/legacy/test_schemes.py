@@ -288,6 +288,27 @@ def test_a_context_that_goes_is_told_to_both_sides() -> None:
             other.get_receiver().receive(timeout=tools.PATIENCE)
 
 
+@pytest.mark.parametrize(
+    ("counted", "given", "count"),
+    [
+        ({"num_workers": 2}, {}, 2),
+        ({"num_workers": 2}, {"num_workers": 3}, 3),
+        ({}, {"num_workers": 3}, 3),
+        ({}, {}, 1),
+    ],
+)
+def test_a_scheme_that_does_nothing_has_workers_without_pipes(
+    counted: dict[str, int], given: dict[str, int], count: int
+) -> None:
+    context = workers.OldContext(tools.filled(1.0), **counted)
+    with NONE() as scheme:
+        scheme.init_on_sender(model_id="policy", context=context, **given)
+        sender = scheme.get_sender()
+        sender.send()
+        sender.send(worker_ids=count - 1)
+        assert list(scheme.sender_transports) == list(range(count))
+
+
 @BOTH
 def test_a_copy_of_a_worker_is_not_that_worker(make: Any) -> None:
     _, theirs = Pipe()
