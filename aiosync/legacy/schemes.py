@@ -617,9 +617,14 @@ class WeightSyncScheme(SchemeOptions):
         """Start a thread that receives at each instruction of ``_wait_for_instruction()``."""
         self._stop_event = threading.Event()  # set first, because the thread's hook looks at it
         name = f"WeightReceiver-{self.worker_idx}"
-        run = functools.partial(receive_in_background, self, self._stop_event)
-        self._background_thread = threading.Thread(target=run, name=name, daemon=True)
+        loop = self._background_receive_loop
+        self._background_thread = threading.Thread(target=loop, name=name, daemon=True)
         self._background_thread.start()
+
+    def _background_receive_loop(self) -> None:
+        """Receive until the scheme ends, in the background; a user's scheme may override it."""
+        assert self._stop_event is not None
+        receive_in_background(self, self._stop_event)
 
     def _assign_to_receiver(self, name: str, value: Any) -> None:
         """Pass an assigned value on to the receiver, unless this object is a sender, too."""

@@ -405,6 +405,18 @@ def test_the_background_thread_survives_errors_of_the_hook() -> None:
     assert type(pickle.loads(pickle.dumps(Polled(ends=[], instructions=None)))) is Polled
 
 
+def test_a_scheme_has_a_background_loop_of_its_own() -> None:
+    class Own(Polled):
+        def _background_receive_loop(self) -> None:
+            self.seen.append(self._stop_event.wait(tools.PATIENCE))  # type: ignore[union-attr]
+
+    with Own(queues(), None) as scheme:
+        scheme.init_on_receiver(model_id="policy", model=tools.filled(0.0))
+        scheme.connect()
+    [thread, ended] = scheme.seen
+    assert (thread.is_alive(), ended) == (False, True)
+
+
 class Shared(QueueScheme):
     """Scheme with one transport for all workers."""
 
