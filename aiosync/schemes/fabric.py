@@ -7,9 +7,10 @@ of fabric. Must not import a concrete scheme.
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from aiosync.errors import AiosyncError, ConfigError, ConnectError
 from aiosync.rendezvous.dialer import Dial, Left
@@ -55,7 +56,7 @@ class Fabric(abc.ABC, Generic[_Scheme]):
     """True if workers go on at another server when a weight server sends them there."""
 
     _of_process: ClassVar[tuple[str, ...]] = ("life",)
-    """Names of the attributes that :meth:`begin` sets, and that no pickle has."""
+    """Names of the attributes of this process, which no pickle has; most are :meth:`begin`'s."""
 
     def __init__(self) -> None:
         self.meeting: str = new_address()
@@ -67,6 +68,16 @@ class Fabric(abc.ABC, Generic[_Scheme]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: each for name, each in vars(self).items() if name not in self._of_process}
+
+    def __copy__(self) -> Self:
+        """Return a copy for this process, which keeps what no pickle has."""
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # An object of this process, such as a store, cannot be copied, and copies share it.
+        return copy.copy(self)
 
     @property
     def model_id(self) -> str:

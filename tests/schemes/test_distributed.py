@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import os
 import signal
@@ -24,6 +25,7 @@ from torch import distributed as dist
 from torch import nn
 
 import aiosync
+from aiosync import sync
 from aiosync.errors import ConfigError, ConnectTimeout, PartialSyncError
 from aiosync.transports import DistributedTransport, SharedMemTransport, TCPTransport
 from aiosync.wire import Challenge, Hello, Refuse, Update
@@ -208,6 +210,26 @@ async def test_meeting_in_a_store(near: bool) -> None:
         assert isinstance(receiver.receiver_transport, kind)
 
 
+def mirrored(scheme: aiosync.DistributedWeightSyncScheme) -> Any:
+    """Return the scheme behind the synchronous twin of a scheme."""
+    return sync.twin(sync.twin(scheme))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, mirrored])
+async def test_only_a_pickle_leaves_the_store_behind(duplicate: Any) -> None:
+    original = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, store=dist.HashStore())
+    scheme, receiver, far = duplicate(original), duplicate(original), harness.twin(original)
+    scheme.init_on_sender(model_id="policy", model=models.linear(1.0), num_workers=1)
+    receiver.init_on_receiver(model_id="policy", model=models.linear())
+    far.init_on_receiver(model_id="policy", model=models.linear())
+    async with scheme, receiver, far:
+        await asyncio.gather(receiver.connect(), scheme.connect())
+        assert models.holds(receiver, 1.0)
+        with pytest.raises(ConfigError, match="does not know where"):
+            await far.connect()
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("store", "error", "text"),
@@ -261,6 +283,7 @@ async def test_a_frozen_store_costs_no_more_than_the_deadline() -> None:
 FROZEN = """
 import asyncio, threading, torch, torch.distributed as dist
 import aiosync
+from aiosync import sync
 
 class Frozen(dist.Store):
     def check(self, keys):
