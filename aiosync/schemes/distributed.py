@@ -145,10 +145,11 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
     def carry(
         self, scheme: DistributedWeightSyncScheme, control: TCPTransport, *, listened: bool
     ) -> DataPlaneTransport:
-        """Return a link whose large payloads go through a group, in which the sender is rank 0."""
+        """Return a link whose large payloads go through a group."""
+        # A link that the user has made by create_transport() gets its end later. Only the sender
+        # has large payloads.
         return DistributedTransport(
             control,
-            rank=0 if listened else 1,
             inline_nbytes=scheme.inline_nbytes,
             patience=scheme.patience,
         )

@@ -197,7 +197,8 @@ class DistributedTransport(DataPlaneTransport):
 
     Args:
         control: Connected link for messages.
-        rank: 0 at one end, 1 at the other.
+        rank: 0 at one end, 1 at the other; ``None`` at both ends if only one of them sends large
+            payloads, which becomes rank 0.
         inline_nbytes: Payloads up to this size travel in the control stream.
         patience: Seconds that a transfer may stall before the link breaks.
 
@@ -219,18 +220,19 @@ class DistributedTransport(DataPlaneTransport):
         self,
         control: FramedTransport,
         *,
-        rank: int,
+        rank: int | None = None,
         inline_nbytes: int = INLINE_NBYTES,
         patience: float = 10.0,
     ) -> None:
         check_backend("gloo")
-        if rank not in (0, 1):
+        if rank not in (0, 1, None):
             raise ConfigError(f"rank must be 0 or 1, got {rank!r}: one for each end of the link")
         sock = control.io.sock
         local = control.ended or sock.family == socket.AF_UNIX
         self._host: str = "127.0.0.1" if local else sock.getsockname()[0]
         self.follows_copies_above: int | None = inline_nbytes
-        self._rank = rank
+        # The peer's rank; ``None`` until the group is begun, if none was given.
+        self._peer = None if rank is None else 1 - rank
         self._patience = timedelta(seconds=patience)
         self._group: Any = None
         # The call that makes the group with the peer; ``None`` before it was started.
@@ -268,16 +270,20 @@ class DistributedTransport(DataPlaneTransport):
             self._store.learn(key, message.value)
             self._say(_HAVE, key.encode())
             if not self._stop:
-                self._start_group()
+                self._start_group(peer=0)
 
-    def _start_group(self) -> asyncio.Future[None]:
-        """Start to make this side's part of the group, once. Return the future of that."""
+    def _start_group(self, peer: int) -> asyncio.Future[None]:
+        """Start to make this side's part of the group, once. Return the future of that.
+
+        ``peer`` is the peer's rank if none was given.
+        """
         if self._met is None:
+            self._peer = peer if self._peer is None else self._peer
             self._met = self._threads.start(self._make_group)
         return self._met
 
-    async def _meet(self) -> None:
-        """Wait until there is a group with the peer.
+    async def _meet(self, peer: int) -> None:
+        """Wait until there is a group with the peer; ``peer`` is its rank if none was given.
 
         The sender of a payload begins to make the group before it announces the payload. A transfer
         that is cut does not end this work, because the other side would wait for it in vain.
@@ -286,7 +292,7 @@ class DistributedTransport(DataPlaneTransport):
             TransportBroken: The link has ended, or the group could not be made.
         """
         if not self._stop:
-            await asyncio.shield(self._start_group())
+            await asyncio.shield(self._start_group(peer))
         if self._stop:
             raise TransportBroken("the link has ended")
 
@@ -301,12 +307,13 @@ class DistributedTransport(DataPlaneTransport):
         group that it has freed, and a late connection then ends the process. So no reference to the
         device is kept.
         """
+        assert self._peer is not None
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as new_group()
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
             options._timeout = timedelta(seconds=_CONNECT_SECONDS / _GLOO_WAITS)
             options._threads = 1
-            self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
+            self._group = dist.ProcessGroupGloo(self._store, 1 - self._peer, 2, options)
         except AiosyncError:
             raise
         except Exception as exc:  # Gloo raises errors of many types. The link ends with this one.
@@ -324,7 +331,7 @@ class DistributedTransport(DataPlaneTransport):
         self, payload: list[memoryview], state: PayloadState
     ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
         """See :class:`DataPlaneTransport`. Makes the group; the sending waits for the peer."""
-        await self._meet()
+        await self._meet(peer=1)
         going, taken = self._until_told(_GO), self._until_told(_GOT)
 
         async def push() -> None:
@@ -342,7 +349,7 @@ class DistributedTransport(DataPlaneTransport):
         """See :class:`DataPlaneTransport`. Makes the group, then says that this side is ready."""
         assert lend is not None
         buffers = lend()
-        await self._meet()
+        await self._meet(peer=0)
         coming = self._until_told(_NOW)
         self._say(_GO)
         # The peer's loop may be busy for long. This task waits for it, so that no thread has to.
@@ -399,7 +406,7 @@ class DistributedTransport(DataPlaneTransport):
         array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         # Torch warns if the memory of a tensor is read-only, so such memory is copied.
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        wait: _Wait = self._group.send([tensor], 1 - self._rank, 0).wait
+        wait: _Wait = self._group.send([tensor], self._peer, 0).wait
         return wait
 
     def _receive(self, chunk: list[memoryview]) -> _Wait:
@@ -407,7 +414,7 @@ class DistributedTransport(DataPlaneTransport):
         whole = len(chunk) == 1
         size = sum(view.nbytes for view in chunk)
         array = np.frombuffer(chunk[0], np.uint8) if whole else np.empty(size, np.uint8)
-        work = self._group.recv([torch.from_numpy(array)], 1 - self._rank, 0)
+        work = self._group.recv([torch.from_numpy(array)], self._peer, 0)
 
         def wait(patience: timedelta) -> None:
             work.wait(patience)

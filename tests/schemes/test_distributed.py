@@ -156,6 +156,19 @@ async def test_what_broke_a_link_keeps_no_weights(monkeypatch: pytest.MonkeyPatc
         assert left.error is not None
 
 
+@pytest.mark.asyncio
+async def test_large_updates_over_links_that_were_made_before_a_scheme_had_a_role() -> None:
+    one, other = socket.socketpair()
+    sender = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE)
+    receiver, source = harness.twin(sender), models.medium()
+    models.fill(source, 1.0)
+    sender.init_on_sender(model=source, transports={0: sender.create_transport(one)})
+    receiver.init_on_receiver(model=models.medium(), transport=receiver.create_transport(other))
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        assert models.holds(receiver, 1.0)
+
+
 def test_a_send_that_a_closed_loop_has_left_is_collected_in_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
