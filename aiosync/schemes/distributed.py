@@ -7,7 +7,7 @@ import os
 from typing import Any, ClassVar, Literal
 
 from aiosync._tasks import in_own_thread
-from aiosync.errors import ConnectError
+from aiosync.errors import AiosyncError, AuthError, ConnectError
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
 from aiosync.schemes.options import DistributedOptions
 from aiosync.sender import How
@@ -137,6 +137,8 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
     def __init__(self, address: str | None, token: str | bytes | None, store: Any) -> None:
         super().__init__(address, token)
         self._store = store
+        # True if the user gave no token.
+        self._is_token_made = token is None
 
     def how(self, scheme: DistributedWeightSyncScheme) -> How:
         """Return how ``send()`` copies: links may send a copy while it is still being made."""
@@ -165,6 +167,12 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
         ``None`` if they know an address, or look in the store.
         """
         return None if self.address or self._store is not None else self.default_address()
+
+    def may_retry(self, error: AiosyncError) -> bool:
+        """Return True if another attempt may succeed, also while the store has no token yet."""
+        # The token that was generated here is only a guess until the trainer publishes its own.
+        guesses = self._store is not None and self._is_token_made
+        return (guesses and isinstance(error, AuthError)) or super().may_retry(error)
 
     # -- finding each other in the store ---------------------------------------------------------
 

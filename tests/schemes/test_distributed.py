@@ -223,6 +223,39 @@ async def test_meeting_in_a_store(near: bool) -> None:
         assert isinstance(receiver.receiver_transport, kind)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("near", [True, False])
+async def test_a_worker_that_comes_before_the_token_is_in_the_store(near: bool) -> None:
+    """It knows the address, and has no other token than one of its own."""
+    options: dict[str, Any] = {
+        "store": dist.HashStore(),
+        "address": free_address(),
+        "shared_memory": near,
+    }
+    scheme, _ = sending(models.linear, 1, **options)
+    receiver = aiosync.DistributedWeightSyncScheme(timeout=PATIENCE, **options)
+    receiver.init_on_receiver(model_id="policy", model=models.linear())
+    async with scheme, receiver:
+        joining = asyncio.create_task(receiver.connect())
+        # By then the worker has dialled.
+        await asyncio.sleep(0.1)
+        await asyncio.gather(joining, scheme.connect())
+        assert models.holds(receiver, 1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_token_of_the_user_is_no_guess() -> None:
+    """A worker that has the wrong one gives up at once, unless the trainer published another."""
+    address = free_address()
+    scheme, _ = sending(models.linear, address=address)
+    options: dict[str, Any] = {"store": dist.HashStore(), "address": address, "token": TOKEN}
+    async with scheme, aiosync.DistributedWeightSyncScheme(**options) as wrong:
+        await scheme.connect()
+        wrong.init_on_receiver(model_id="policy", model=models.linear())
+        with pytest.raises(aiosync.AuthError):
+            await wrong.connect(timeout=PATIENCE)
+
+
 def mirrored(scheme: aiosync.DistributedWeightSyncScheme) -> Any:
     """Return the scheme behind the synchronous twin of a scheme."""
     return sync.twin(sync.twin(scheme))
