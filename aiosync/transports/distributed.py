@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import sys
 import threading
@@ -229,7 +230,7 @@ class DistributedTransport(DataPlaneTransport):
             raise ConfigError(f"rank must be 0 or 1, got {rank!r}: one for each end of the link")
         sock = control.io.sock
         local = control.ended or sock.family == socket.AF_UNIX
-        self._host: str = "127.0.0.1" if local else sock.getsockname()[0]
+        self._host: str = "127.0.0.1" if local else _host_of(sock)
         self.follows_copies_above: int | None = inline_nbytes
         # The peer's rank; ``None`` until the group is begun, if none was given.
         self._peer = None if rank is None else 1 - rank
@@ -454,6 +455,14 @@ class DistributedTransport(DataPlaneTransport):
         finally:
             self.abort()
         await self._threads.aclose(_CLOSE_SECONDS)
+
+
+def _host_of(sock: socket.socket) -> str:
+    """Return the address of this end of a connection, as Gloo looks for it among interfaces."""
+    host: str = sock.getsockname()[0]
+    # A socket of IPv6 that takes connections over IPv4 has a mapped address, as no interface has.
+    mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    return host if mapped is None else str(mapped)
 
 
 def _end_all(waits: Iterable[_Wait], patience: timedelta) -> None:

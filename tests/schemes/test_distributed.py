@@ -437,6 +437,19 @@ async def test_who_cannot_be_met_there_is_met_over_the_network(
 
 
 @pytest.mark.asyncio
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 that takes IPv4 as well")
+async def test_a_large_update_over_ipv4_from_a_trainer_that_listens_on_ipv6() -> None:
+    options: dict[str, Any] = {"token": TOKEN, "shared_memory": False, "timeout": PATIENCE}
+    scheme, _ = sending(num_workers=1, address="tcp://[::]:0", **options)
+    address = scheme.address.replace("[::]", "127.0.0.1")
+    receiver = aiosync.DistributedWeightSyncScheme(address=address, **options)
+    receiver.init_on_receiver(model_id="policy", model=models.medium())
+    async with scheme, receiver:
+        await asyncio.gather(receiver.connect(), scheme.connect())
+        assert models.holds(receiver, 1.0)
+
+
+@pytest.mark.asyncio
 async def test_a_trainer_here_that_does_not_answer_costs_no_more_than_the_deadline() -> None:
     address = free_address()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as hung:
