@@ -201,8 +201,9 @@ class ClusterFabric(StreamFabric[_Scheme]):
 
     def untaken(self, scheme: _Scheme) -> float | None:
         """Return the seconds after which a peer that takes no bytes is lost; ``None`` for never."""
-        # Large updates do not travel here. The messages that do fit into the buffers of the peer's
-        # host, which takes them however busy the process is, unless the host is gone.
+        # Updates have no deadline here, so only the kernel notices that a worker's host is gone. It
+        # cannot tell that from a process that is busy for so long, and whose host has no room for
+        # an update of inline_nbytes: such a worker redials. Other messages fit.
         keepalive = self.keepalive(scheme)
         return None if keepalive is None else 2 * keepalive
 
