@@ -85,11 +85,18 @@ def demo(
             ppo.train(progress, transport.value, workers, seed, sync)
         summary = {"transport": transport.value, "sync": sync, **progress.summary()}
         console.print(_end_of(progress, risen=summary["risen"]))
-        if json_to is not None:
-            write_text("--json", json_to, _as_json(summary))
+        documents = {"--json": (json_to, _as_json(summary))}
         if plot_to is not None:
-            write_text("--plot", plot_to, picture(progress, title))
+            documents["--plot"] = plot_to, picture(progress, title)
+        _write_documents(documents)
         raise typer.Exit(0 if summary["risen"] else 1)
+
+
+def _write_documents(documents: Mapping[str, tuple[str | None, str]]) -> None:
+    """Write the text of each option to its file, or to stdout, if it was given."""
+    for option, (path, text) in documents.items():
+        if path is not None:
+            write_text(option, path, text)
 
 
 @contextmanager

@@ -116,16 +116,19 @@ class FanOut:
         relays = list(dict.fromkeys(each for each in named if each not in (None, own)))
         count = len(relays) if serves else len(others)
         if self._most is not None and relays and count >= self._most and hello.follows:
-            # Each worker begins with another relay, so that all of them get some.
-            first = next(self._turn) % len(relays)
-            elsewhere = (*relays[first:], *relays[:first])[:MAX_ELSEWHERE]
-            raise SentOn(f"this server has {count} links, and fanout={self._most}", elsewhere)
+            why = f"this server has {count} links, and fanout={self._most}"
+            raise SentOn(why, self._next_of(relays))
 
         def forget() -> None:
             self._admitted.pop(link, None)
 
         self._admitted[link] = hello, serves
         link.channel.call_on_end(forget)
+
+    def _next_of(self, relays: list[Address]) -> tuple[Address, ...]:
+        """Return relays in the order in which a worker tries them: each begins with another one."""
+        first = next(self._turn) % len(relays)
+        return (*relays[first:], *relays[:first])[:MAX_ELSEWHERE]
 
     def _others_than(self, hello: Hello) -> dict[TCPTransport, Address | None]:
         """Return the links of other receivers, with the address of each that serves.

@@ -189,11 +189,15 @@ class WeightServer:
             raise
         self._listener.start(self._on_link, self._on_crash)
         if self._upstream is not None:
-            serves = named_by_default(self.url) if self._advertise is None else self._advertise
-            for model_id in self._model_ids or ():
-                model = self._models.get(model_id) or self._new_model(model_id)
-                feeding = self._upstream.feed(model_id, model, serves)
-                self._feeds.append(self._tasks.start(feeding, "aiosync upstream"))
+            self._follow(self._upstream)
+
+    def _follow(self, upstream: Upstream) -> None:
+        """Begin to take the versions of another server, for each model."""
+        serves = named_by_default(self.url) if self._advertise is None else self._advertise
+        for model_id in self._model_ids or ():
+            model = self._models.get(model_id) or self._new_model(model_id)
+            feeding = upstream.feed(model_id, model, serves)
+            self._feeds.append(self._tasks.start(feeding, "aiosync upstream"))
 
     async def _load(self) -> None:
         """Serve the stored version of each model that this server may serve."""
@@ -309,9 +313,7 @@ class WeightServer:
         model_id = hello.model_id
         if pushes:
             self._check_may_push(model_id, link)
-        if self._model_ids is not None and model_id not in self._model_ids:
-            known = ", ".join(sorted(self._model_ids))
-            raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
+        self._check_served(model_id)
         model = self._models.get(model_id)
         if model is None or (pushes and not model.is_brought):
             self._check_room()
@@ -321,6 +323,12 @@ class WeightServer:
         if pushes:
             model.check_trainer(hello)
         return model
+
+    def _check_served(self, model_id: str) -> None:
+        """Raise ConfigError for a model that is not among those of ``model_ids=``."""
+        if self._model_ids is not None and model_id not in self._model_ids:
+            known = ", ".join(sorted(self._model_ids))
+            raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
 
     def _drop_unused(self) -> None:
         """Forget models that no peer uses and that have no weights."""

@@ -120,6 +120,12 @@ def unpack(
         raise InvalidData(f"malformed msgpack: {str(exc) or type(exc).__name__}") from exc
     if type(value) is not dict:
         raise InvalidData(f"a {type(value).__name__}, not a map")
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: dict[str, Any]) -> None:
+    """Raise :class:`InvalidData` if lists and maps are nested too deeply."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -129,7 +135,7 @@ def unpack(
             if type(item) is dict or type(item) is list
         ]
         if not level:
-            return value
+            return
     raise InvalidData(f"nested deeper than {MAX_DEPTH} levels")
 
 
