@@ -348,11 +348,14 @@ class AiosyncTrainerEngine:
             began = time.perf_counter()
             self._check_workers(scheme)
             scheme.wait_staged(version, timeout=self._info.timeout)
+            # A send that has ended by now failed with workers from before rejoin(), which is no
+            # news. One that ends later has the error of a worker of this activation.
+            is_over = outcome.done()
             staged = time.perf_counter()
             try:
                 if self._info.pause is not None:
                     self._ask("pause", self._pausing.pause_generation, self._info.pause)
-                loading = self._switch(scheme, version, outcome)
+                loading = self._switch(scheme, version, None if is_over else outcome)
             except BaseException as exc:  # raised again after the engine was asked to resume
                 try:
                     self._resume()
@@ -374,12 +377,10 @@ class AiosyncTrainerEngine:
         self,
         scheme: WeightSyncScheme,
         version: int,
-        outcome: asyncio.Future[AiosyncError | None],
+        outcome: asyncio.Future[AiosyncError | None] | None,
     ) -> float:
         """Switch the engine to a staged version, and return the seconds that its loading took."""
         client, began = self.client, time.perf_counter()
-        # A send that has ended by now failed with workers from before rejoin().
-        is_over = outcome.done()
         update = {"version": version, "timeout": min(10.0, self._info.activation_timeout / 2)}
         step = "start"
         try:
@@ -402,7 +403,7 @@ class AiosyncTrainerEngine:
             refused = step == "update" and isinstance(exc, ApplyError)
             if self._info.num_workers > 1 or not (step == "start" or refused):
                 self._undo(update)
-            if is_over or not isinstance(exc, AiosyncError):
+            if outcome is None or not isinstance(exc, AiosyncError):
                 raise
             worker_error = run_on_loop(scheme, _worker_error(outcome))
             if worker_error is not None:

@@ -484,6 +484,32 @@ def test_a_refusal_after_a_rejoin_is_the_workers_own(engine: _Engine) -> None:
             trainer.rejoin()
 
 
+class _Dying(_Engine):
+    """Engine whose worker dies while the engine pauses."""
+
+    def pause_generation(self, mode: str) -> None:
+        super().pause_generation(mode)
+        self.scheme.abort()
+        # The trainer's send fails meanwhile.
+        time.sleep(1.0)
+
+    def start_weight_update(self) -> None:
+        raise ConnectionError("the engine has gone")
+
+
+def test_a_worker_that_dies_during_the_pause_is_named() -> None:
+    engine, info = _Dying(), AiosyncTrainerInitInfo(rank=0, timeout=10.0)
+    try:
+        with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
+            with pytest.raises(aiosync.PartialSyncError) as caught:
+                trainer.send_weights(make_weights(1))
+            assert list(caught.value.failed) == [0]
+            assert "the engine has gone" in str(caught.value.__cause__)
+            assert engine.calls == ["pause keep", "finish None", "resume"]
+    finally:
+        engine.close()
+
+
 def test_engine_without_the_trainer(engine: _Engine) -> None:
     """The engine reports that it cannot connect, and the trainer stops waiting for it."""
     info = AiosyncTrainerInitInfo(
