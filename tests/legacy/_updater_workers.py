@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from functools import partial
@@ -363,6 +365,9 @@ class Actor:
     def increment_version(self) -> None:
         pass
 
+    def set_policy(self, policy: nn.Module | None) -> None:
+        self.policy = policy
+
     def value(self) -> float:
         with torch.no_grad():
             return float(self.policy(TensorDict({"observation": torch.ones(1)}, []))["action"])
@@ -378,6 +383,11 @@ class Actor:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def hold(self, until: Path) -> None:
+        """Stay busy until a file exists."""
+        while not until.exists():
+            time.sleep(0.05)
 
     def end(self) -> None:
         os._exit(1)
@@ -438,21 +448,57 @@ def busy_beside_another() -> None:
     cluster = start_cluster()
     actors = [cluster.remote(num_cpus=0)(Actor).remote() for _ in range(2)]
     cluster.get([each.value.remote() for each in actors], timeout=30)
-    updater = legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=4.0)
-    actors[0].sleep.remote(14.0)
+    limit, end = 6.0, Path(tempfile.mkdtemp()) / "end"
+    updater = legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=limit)
+    actors[0].hold.remote(end)
     for number in (1.0, 2.0, 3.0):
         error, seconds = raised(updater, policy_of(number))
         assert isinstance(error, aiosync.PartialSyncError), error
         assert (set(error.acked), set(error.failed)) == ({1}, {0})
         assert isinstance(error.failed[0], aiosync.AckTimeout), error
         # Only the first update waits for the busy actor.
-        assert number == 1.0 or seconds < 2.0
+        assert number == 1.0 or seconds < limit
         assert cluster.get(actors[1].value.remote(), timeout=20) == number
     # An update for the busy one alone waits for it.
     error, seconds = raised(updater, policy_of(9.0), worker_ids=[0])
     assert isinstance(error, aiosync.PartialSyncError), error
-    assert seconds > 3.0
+    assert seconds > limit / 2
+    end.touch()
     # The actor has connected as soon as it gets to the updater's call.
+    assert cluster.get(actors[0].value.remote(), timeout=20) == 3.0
+    updater(policy_of(4.0))
+    assert cluster.get([each.value.remote() for each in actors], timeout=20) == [4.0, 4.0]
+    updater.shutdown()
+    cluster.shutdown()
+
+
+def two_busy() -> None:
+    cluster = start_cluster()
+    actors = [cluster.remote(num_cpus=0)(Actor).remote() for _ in range(2)]
+    cluster.get([each.value.remote() for each in actors], timeout=30)
+    limit, folder = 6.0, Path(tempfile.mkdtemp())
+    updater = legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=limit)
+    cluster.get(actors[1].set_policy.remote(None), timeout=30)
+    for idx, actor in enumerate(actors):
+        actor.hold.remote(folder / str(idx))
+    error, _ = raised(updater, policy_of(1.0))
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert {type(each) for each in error.failed.values()} == {aiosync.AckTimeout}, error
+    # The next update ends as soon as one of the two has answered, here with a refusal.
+    threading.Timer(0.5, (folder / "1").touch).start()
+    error, seconds = raised(updater, policy_of(2.0))
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert isinstance(error.failed[0], aiosync.AckTimeout), error
+    assert isinstance(error.failed[1], aiosync.ApplyError), error
+    assert seconds < limit and "within 0 s" not in str(error), (seconds, error)
+    # The actor that has answered has as long for a new call as any other.
+    cluster.get(actors[1].set_policy.remote(policy_of(0.0)), timeout=30)
+    actors[1].sleep.remote(1.0)
+    error, seconds = raised(updater, policy_of(3.0))
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert (set(error.acked), set(error.failed)) == ({1}, {0})
+    assert seconds < limit, seconds
+    (folder / "0").touch()
     assert cluster.get(actors[0].value.remote(), timeout=20) == 3.0
     updater(policy_of(4.0))
     assert cluster.get([each.value.remote() for each in actors], timeout=20) == [4.0, 4.0]

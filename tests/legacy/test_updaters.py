@@ -112,7 +112,7 @@ def test_a_worker_that_refuses_its_receiver_keeps_no_weights_from_the_others() -
 @needs_torchrl
 @needs_ray
 # A cluster has to start for each.
-@pytest.mark.parametrize("name", ["unreachable", "busy", "busy_beside_another"])
+@pytest.mark.parametrize("name", ["unreachable", "busy", "busy_beside_another", "two_busy"])
 def test_an_actor_that_gets_no_receiver_keeps_no_weights_from_the_others(name: str) -> None:
     run(name)
 

@@ -40,12 +40,14 @@ from aiosync.legacy.remote import finish_ray_call, finish_rpc_call
 from aiosync.legacy.transports import Deliveries, Finish
 from aiosync.legacy.updaters.base import AtOnceWeightUpdater
 from aiosync.legacy.updaters.worker import WorkerCollector, receive, receive_by_rpc
+from aiosync.protocol import finite_or_none
 from aiosync.sync import (
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
+from aiosync.transports.ray import need_cluster
 from aiosync.types import SendReport
 
 __all__ = ["MultiProcessedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater"]
@@ -74,7 +76,6 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         self._scheme: WeightSyncScheme | None = None
         self._closed = False
         self._installed: set[int] = set()  # workers that have a receiver
-        self._given_up: set[int] = set()  # workers that were too busy to get one
 
     def shutdown(self) -> None:
         """Close the links to the workers, which keep their weights. Idempotent."""
@@ -114,6 +115,9 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         """
         raise NotImplementedError
 
+    def _wait_for_first(self, indices: list[int]) -> None:
+        """Wait for one of these workers, if all are busy since earlier updates."""
+
     def _workers(self) -> Sequence[Any]:
         """Return the remote collectors that this object was given, or those of its collector."""
         found: Sequence[Any] = self._known(self._workers_name, getattr(self, self._workers_name))
@@ -137,16 +141,12 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         if missing := [idx for idx in indices if idx not in has_receiver]:
             # The copy has no role, so that each worker can make it a receiver.
             workers, own = self._workers(), copy.copy(scheme)
+            if len(missing) == len(indices):
+                self._wait_for_first(missing)
             for idx in missing:
                 connecting.begin(idx, functools.partial(self._call, workers[idx], own, idx))
-            if len(missing) < len(indices):
-                # The others do not wait once more for a worker that stays busy.
-                for idx in connecting.pending.keys() & self._given_up:
-                    connecting.finish(idx, 0.0)
             connecting.finish_all(self.timeout)
             self._installed |= connecting.acked
-            late = {idx for idx, why in connecting.failed.items() if isinstance(why, AckTimeout)}
-            self._given_up = self._given_up - connecting.acked | late
         return scheme, connecting.failed
 
     def _given_or_known(self, weights: Any) -> Any:
@@ -387,6 +387,7 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         self._left_out: Counter[int] = Counter()
         # Ray's references to the calls of :func:`receive` that have not ended, by index.
         self._calls: dict[int, Any] = {}
+        self._given_up: set[int] = set()  # workers whose call a whole update has waited for
 
     def _connect(self, indices: list[int]) -> tuple[WeightSyncScheme, dict[int, AiosyncError]]:
         """Connect the receivers as far as needed; call the actors that have lost theirs again."""
@@ -422,13 +423,33 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         # would have two receivers with one index.
         if idx not in self._calls:
             self._calls[idx] = worker.__ray_call__.remote(receive, scheme, idx)
+            self._given_up.discard(idx)
+        elif idx in self._given_up:
+            return functools.partial(self._finish_earlier_call, idx)
         return functools.partial(self._finish_call, idx)
+
+    def _wait_for_first(self, indices: list[int]) -> None:
+        if self._calls.keys() & self._given_up >= set(indices):
+            calls = [self._calls[idx] for idx in set(indices)]
+            need_cluster().wait(calls, timeout=finite_or_none(self.timeout))
+
+    def _finish_earlier_call(self, idx: int, timeout: float | None) -> None:
+        """Take the answer to a call that an earlier update has waited for, without a wait."""
+        del timeout
+        try:
+            self._finish_call(idx, 0.0)
+        except AckTimeout as exc:
+            text = "the actor is still too busy to answer the call of an earlier update"
+            raise AckTimeout(text, worker_ids=[idx]) from exc
 
     def _finish_call(self, idx: int, timeout: float | None) -> None:
         """Wait for the end of a call that is under way, if there is one; then forget it."""
         if idx in self._calls:
             try:
                 finish_ray_call(self._calls[idx], timeout)
+            except AckTimeout:
+                self._given_up.add(idx)
+                raise
             except (PeerClosed, ApplyError):
                 del self._calls[idx]
                 raise
