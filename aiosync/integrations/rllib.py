@@ -36,6 +36,8 @@ __all__ = ["AiosyncCallback", "AiosyncEnvRunner"]
 
 _WRITTEN_FOR = (2, 60)
 _MODEL = "rl_module"
+# Time for a runner whose link ended to answer that it lives; it may be in a long fragment.
+_ANSWER_SECONDS = 10.0
 
 
 class _Weights(torch.nn.Module):
@@ -126,7 +128,7 @@ class AiosyncCallback(RLlibCallback):
     waits until the runners have the weights, and raises what failed. IMPALA and APPO do not wait:
     there the next update raises it. A runner that refuses an update keeps the weights that it has.
     A runner that dies is left to RLlib's fault tolerance; one that takes its place gets the newest
-    weights.
+    weights. A runner that lives and has lost its link is an error.
 
     Derive a class to change :meth:`make_scheme`.
     """
@@ -174,7 +176,8 @@ class _Sender:
     """The trainer's end: it sends what RLlib gives to the group of runners."""
 
     def __init__(self, scheme: WeightSyncScheme, algorithm: Any) -> None:
-        self._scheme, group = scheme, algorithm.env_runner_group
+        self._scheme, self._group = scheme, algorithm.env_runner_group
+        group = self._group
         # send() does not wait for runners: IMPALA and APPO go on while they sample.
         scheme.sync = False
         first = self._tensors_of(self._state_of(algorithm.learner_group))
@@ -273,6 +276,18 @@ class _Sender:
         gone = all(isinstance(each, PeerClosed | TransportBroken) for each in error.failed.values())
         if not (gone and self._tolerates):
             raise error
+        # A link may also break while its runner lives. A runner that has come back has the newest
+        # weights; one that does not answer has died.
+        lost = [idx + 1 for idx in error.failed.keys() - self._scheme.worker_versions.keys()]
+        if lost and any(
+            self._group.foreach_env_runner(
+                _has_joined,
+                local_env_runner=False,
+                remote_worker_ids=lost,
+                timeout_seconds=_ANSWER_SECONDS,
+            )
+        ):
+            raise error
 
     @staticmethod
     def _state_of(source: Any) -> Mapping[str, Any]:
@@ -297,6 +312,11 @@ class _Sender:
             for name, value in module.items()
         }
         return {**named, "number": torch.tensor(state.get(WEIGHTS_SEQ_NO, 0), device="cpu")}
+
+
+def _has_joined(runner: AiosyncEnvRunner) -> bool:
+    """Return True unless the runner has taken the place of one that died, and has no link yet."""
+    return runner._scheme is not None
 
 
 def _join(runner: AiosyncEnvRunner, scheme: WeightSyncScheme) -> AiosyncError | None:

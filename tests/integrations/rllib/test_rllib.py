@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -26,6 +29,7 @@ from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
 from aiosync.integrations.rllib import AiosyncCallback, AiosyncEnvRunner
 from tests.integrations.rllib._watched import Watching, digest
+from tests.support.waiting import free_address
 
 pytestmark = pytest.mark.timeout(400)
 UPDATES = 20
@@ -202,6 +206,40 @@ def test_a_runner_that_dies_is_replaced() -> None:
             if len(alive) == 2 and set(alive) == {digest(weights_of(algorithm))}:
                 break
         assert alive == [digest(weights_of(algorithm))] * 2
+
+
+class Severed(AiosyncCallback):
+    """Callback over TCP whose runners do not restore a lost link."""
+
+    def make_scheme(self) -> aiosync.sync.WeightSyncScheme:
+        """Return a scheme that needs no Ray."""
+        return aiosync.sync.TCPWeightSyncScheme(SEVERED, timeout=PATIENCE, reconnect=0.0)
+
+
+SEVERED = free_address()
+
+
+def sever(runner: Any, port: int) -> None:
+    """Reset the link of the first runner to the trainer, which listens at this port."""
+    if runner.worker_index != 1:
+        return
+    unspecified = bytes(16)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+            # A connect() without an address makes the kernel send a reset.
+            if found.family == socket.AF_INET and found.getpeername()[1] == port:
+                assert libc.connect(fd, unspecified, len(unspecified)) == 0
+
+
+def test_a_living_runner_that_has_lost_its_link_is_no_dead_one() -> None:
+    with running(callback=Severed) as algorithm:
+        algorithm.train()
+        on_runners(algorithm, functools.partial(sever, port=int(SEVERED.rpartition(":")[2])))
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            algorithm.train()
+        assert list(caught.value.failed) == [0]
+        assert isinstance(caught.value.failed[0], aiosync.TransportError)
 
 
 # -- failures of IMPALA, which goes on while runners sample --------------------------------------
