@@ -16,8 +16,8 @@ ready, asked         end of link                     it has time to dial again
 in the round         a frame is due                  the frame is sent
 in the round         Ack APPLIED after the Current   connected: the link stays
 any                  NACK, end of link, or deadline  failed: the link is closed, others go on
-in the round, ready  the sender gives the round up   Refuse with the cause; the link is closed
-connected            Refuse of an earlier round      the member closes the link, and dials anew
+in the round, ready  the sender gives the round up   NACK with the cause; the link is closed
+connected, ready     NACK of a round that it took    the member closes the link, and dials anew
 ===================  ==============================  ==========================================
 
 Everything here runs on the event loop of :mod:`aiosync.sync`, so that links live on while a
@@ -252,8 +252,8 @@ class BucketSender:
         self._number = 0
         self._round: list[_Peer] = []
         self._absent: dict[int, AiosyncError] = {}
-        # The cause of a failed round, for members that were not ready when it failed.
-        self._owed: dict[bytes, str] = {}
+        # The NACK of a failed round, for members that were not ready when it failed.
+        self._owed: dict[bytes, Message] = {}
         # Notified when a receiver has connected, has sent a message or has lost its link.
         self._changed = Notifier()
         self._home = _Home(self._drop)
@@ -302,7 +302,8 @@ class BucketSender:
     async def _refuse_if_left_out(self, peer: _Peer, session: bytes) -> None:
         """Refuse a receiver that is no member any more, or has yet to hear why a round failed."""
         if session not in self._members:
-            await self._refuse(peer, "this process is no member of it any more")
+            text = "this process is no member of it any more"
+            await self._refuse(peer, Refuse(PeerClosed.__name__, text))
         elif session in self._owed:
             await self._refuse(peer, self._owed.pop(session))
 
@@ -500,18 +501,20 @@ class BucketSender:
             for session, peer in self._peers.items()
             if session not in done and (peer.is_ready or peer.round_number == self._number)
         }
+        # It names the round, because a member's answer to that may be on its way here.
+        nack = make_ack(self._number, 1, AckStatus.NACK, PeerClosed(cause))
         # The other members are told when they next get ready; those that have answered are not.
         others = self._members.keys() - done - refused.keys()
-        self._round, self._owed = [], dict.fromkeys(others, cause)
+        self._round, self._owed = [], dict.fromkeys(others, nack)
         for peer in refused.values():
             peer.is_ready = False
         await asyncio.wait([asyncio.wrap_future(busy)])
-        await asyncio.gather(*(self._refuse(peer, cause) for peer in refused.values()))
+        await asyncio.gather(*(self._refuse(peer, nack) for peer in refused.values()))
 
-    async def _refuse(self, peer: _Peer, cause: str) -> None:
+    async def _refuse(self, peer: _Peer, message: Message) -> None:
         # A member that does not take it sees the end of its link.
         with contextlib.suppress(AiosyncError):
-            await peer.link.send(Refuse(PeerClosed.__name__, cause), timeout=_FAREWELL_SECONDS)
+            await peer.link.send(message, timeout=_FAREWELL_SECONDS)
         peer.fail(TransportClosed("this sync failed"))
 
 
@@ -547,6 +550,8 @@ class BucketReceiver:
         self._room = Room(bucket_nbytes(bucket_size))
         self._source: Source | None = None
         self._rank = 0
+        # Number of the newest round of this sender that was taken; 0 before.
+        self._taken = 0
         self._link: TCPTransport | None = None
         # True while a round is under way on the link, which then cannot be kept for another one.
         self._is_reading = False
@@ -569,6 +574,7 @@ class BucketReceiver:
     async def _connect(self, source: Source, rank: int) -> None:
         if source != self._source:
             self._drop()
+            self._taken = 0
         self._source, self._rank = source, rank
         await self._reach(is_ready=False)
 
@@ -627,7 +633,11 @@ class BucketReceiver:
     async def _hail(self) -> tuple[TCPTransport, Message]:
         """Say that this side is ready; return the link, and the sender's message that begins."""
         link = await self._reach(is_ready=True)
-        return link, (await link.recv(timeout=self._patience)).message
+        first = (await link.recv(timeout=self._patience)).message
+        if isinstance(first, Ack) and first.epoch == self._taken:
+            # The sender gave the last round up while the answer of this side was on its way.
+            raise PeerClosed(f"{link.name} closed the link after the last sync")
+        return link, first
 
     async def buckets(self) -> AsyncGenerator[list[NamedTensor], None]:
         """Yield the tensors of a round, bucket by bucket, while the next bucket arrives.
@@ -658,6 +668,7 @@ class BucketReceiver:
                 yield bucket
                 del bucket
             await asyncio.wrap_future(start(reading.confirm()))
+            self._taken = reading.number
             is_complete = True
         finally:
             coming.cancel()
@@ -685,7 +696,7 @@ class BucketReceiver:
     def _on_message(self, received: Received) -> bool:
         """Close the link at a message between two rounds; return False in a round."""
         is_between = not self._is_reading
-        # The sender may give a round up before it has the answer of this side. Its Refuse would
+        # The sender may give a round up before it has the answer of this side. Its NACK would
         # be taken for the begin of the next round.
         if is_between:
             self._drop()
@@ -707,6 +718,7 @@ class _Reader:
 
     Attributes:
         link: As given.
+        number: Number of the round.
     """
 
     def __init__(self, link: TCPTransport, first: Message, room: Room, seconds: float) -> None:
@@ -714,13 +726,12 @@ class _Reader:
         self._room, self._seconds = room, seconds
         self._check(first, Welcome)
         assert isinstance(first, Welcome)
-        # The number of the round, and of its frames so far.
-        self._number, self._count = first.epoch, 0
+        self.number, self._count = first.epoch, 0
 
     async def next_bucket(self) -> list[NamedTensor] | None:
         """Return the tensors of the next bucket; ``None`` after the last one."""
         message = (await self.link.recv(timeout=self._seconds)).message
-        if message == Current(self._number, self._count):
+        if message == Current(self.number, self._count):
             return None
         self._check(message, ManifestMessage)
         assert isinstance(message, ManifestMessage)
@@ -734,8 +745,8 @@ class _Reader:
         return landing.tensors()
 
     def _check(self, message: Message, expected: type[Message]) -> None:
-        """Raise unless a message has the expected type; a Refuse names why the round failed."""
-        if isinstance(message, Refuse):
+        """Raise unless a message has the expected type; Refuse and NACK name why it failed."""
+        if isinstance(message, Refuse | Ack):
             raise PeerClosed(f"{self.link.name} gave this sync up: {message.error_text}")
         if not isinstance(message, expected):
             raise RemoteProtocolError(f"{self.link.name} sent an unexpected {message!r:.200}")
@@ -743,11 +754,11 @@ class _Reader:
     async def confirm(self) -> None:
         """Tell the sender that the consumer has taken all tensors."""
         # The version of an ack is at least 1, also if there were no tensors.
-        ack = make_ack(self._number, max(1, self._count), AckStatus.APPLIED, None)
+        ack = make_ack(self.number, max(1, self._count), AckStatus.APPLIED, None)
         await self.link.send(ack, timeout=self._seconds)
 
     def leave(self) -> None:
         """Tell the sender that the consumer stopped before the end."""
         error = ApplyError("its consumer failed before it had taken all weights: see its log")
         with contextlib.suppress(AiosyncError):
-            self.link.send_nowait(make_ack(self._number, 1, AckStatus.NACK, error))
+            self.link.send_nowait(make_ack(self.number, 1, AckStatus.NACK, error))

@@ -478,6 +478,22 @@ async def test_a_refit_that_is_cancelled_while_an_answer_is_on_its_way() -> None
             assert as_bytes((await workers.refit(weights))[0]) == as_bytes(weights)
 
 
+async def test_a_rank_is_ready_again_while_its_answer_to_a_cancelled_refit_is_on_its_way() -> None:
+    weights = make_weights(1)
+    async with refits(1, 1, ready=False) as workers:
+        source = workers.policies[0].prepare()["source"]
+        async with FaultProxy(source.url) as proxy:
+            proxy.plan = Plan(forward=Faults(delay=0.5))
+            await workers.get_ready(proxy.url)
+            sending = asyncio.ensure_future(workers.policies[0].send_weights(iter(weights.items())))
+            await take(workers.rollouts[0])
+            early = asyncio.ensure_future(take(workers.rollouts[0]))
+            sending.cancel()
+            await asyncio.wait([sending])
+            await workers.policies[0].send_weights(iter(weights.items()))
+            assert as_bytes(await early) == as_bytes(weights)
+
+
 async def test_different_sizes_of_buckets() -> None:
     async with refits(1, 1, theirs=[{"bucket_size": 512}]) as workers:
         send = workers.policies[0].send_weights(iter(make_weights(1).items()))
