@@ -477,7 +477,7 @@ async def test_the_probe_names_a_version_that_a_forward_kept_out(paused: bool) -
         holding = asyncio.ensure_future(asyncio.to_thread(model.hold))
         try:
             await asyncio.to_thread(model.entered.wait, PATIENCE)
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(20.0):
                 assert await update_to(app, 2) == [200, 200, 503]
             status, fields = await status_of(app)
             assert fields == ("stale", 1, 2, True, None, 0)
@@ -554,7 +554,7 @@ async def test_the_end_of_the_server_ends_a_phase_that_waits() -> None:
             asyncio.ensure_future(call(app, "/finish_weight_update", "POST")),  # in its turn
         ]
         await asyncio.sleep(0.1)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(20.0):
             await app.aclose()
         await asyncio.wait(phases, timeout=PATIENCE)
         assert all(each.cancelled() for each in phases)

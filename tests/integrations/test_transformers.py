@@ -246,17 +246,17 @@ def test_a_request_with_the_id_of_a_cancelled_one_has_its_own_span() -> None:
         span = receiver.span_of(ended["one"])
         assert (span.first, span.last, span.runs) == (version, version, ((version, 6),))
         # This one sees a switch itself.
-        manager.add_request(PROMPT[:10], request_id="one", max_new_tokens=120)
+        manager.add_request(PROMPT[:10], request_id="one", max_new_tokens=1000)
         wait_until(lambda: started(manager, "one"))
         trainer.send(timeout=PATIENCE)
         span = receiver.span_of(ended["one"])
-        assert (span.first, span.last, sum(n for _, n in span.runs)) == (version, version + 1, 120)
+        assert (span.first, span.last, sum(n for _, n in span.runs)) == (version, version + 1, 1000)
 
 
 def test_a_request_that_gave_up_its_place_in_the_cache_keeps_its_versions() -> None:
     with following() as (_, trainer, manager, receiver):
         ended, first = Ended(manager), trainer.version
-        manager.add_request(PROMPT, request_id="long", max_new_tokens=200)
+        manager.add_request(PROMPT, request_id="long", max_new_tokens=1000)
         wait_until(lambda: started(manager, "long"))
         second = trainer.send(timeout=PATIENCE).version
         wait_until(lambda: started(manager, "long", tokens=20))
@@ -270,7 +270,7 @@ def test_a_request_that_gave_up_its_place_in_the_cache_keeps_its_versions() -> N
             scheduler.add_waiting_request(anew)
         span = receiver.span_of(ended["long"])
         assert [version for version, _ in span.runs] == [first, second]
-        assert sum(tokens for _, tokens in span.runs) == 200
+        assert sum(tokens for _, tokens in span.runs) == 1000
 
 
 @pytest.mark.parametrize(
