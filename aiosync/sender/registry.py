@@ -386,11 +386,26 @@ class WorkerRegistry:
         replaced = {idx: why for idx, why in lost.items() if idx in self.links}
         self.records.replaced = replaced | self.records.replaced
 
-    def take_back(self, gone: Iterable[int], lost: Mapping[int, AiosyncError]) -> None:
-        """Have the next report name again what the caller of a cancelled send never got to know."""
-        for record in (self.records.get(idx) for idx in gone):
-            if record is not None and record.error is not None and record.subscribes:
-                record.reported = False
+    def take_back(
+        self,
+        failed: Mapping[int, AiosyncError],
+        left: Iterable[int],
+        lost: Mapping[int, AiosyncError],
+        *,
+        counted: bool,
+    ) -> None:
+        """Have the next report name again what the caller of a cancelled send never got to know.
+
+        Args:
+            failed: The workers that failed, with the reason.
+            left: The workers that left.
+            lost: The workers that had gone before.
+            counted: The records count the reasons as reported by that send.
+        """
+        for idx in (*failed, *left):
+            record = self.records.get(idx)
+            if record is not None and record.subscribes:
+                record.take_back(failed.get(idx), counted=counted)
         self.keep_replaced(lost)
 
     def _forget(self, kept: Collection[int] = ()) -> None:

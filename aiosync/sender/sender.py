@@ -238,38 +238,38 @@ class WeightSender:
                 (each.retain() for each in snapshots.values() if each.filling), None
             )
         try:
-            if sent is None:
-                sent = self._dispatch_copies(snapshots, planned, worker_ids, timeout, started)
-            self.tell()
-            if sent.nbytes > _AWAKE_NBYTES:
-                # The next send needs a slot that a worker leaves, and a ring costs little here.
-                self._ring()
-            if isinstance(sent, SendReport):
-                # Workers join on this loop, even if it only sends.
-                await asyncio.sleep(0)
-                return sent
-            future: asyncio.Future[SendReport] = sent.waiter
-            if future.done():
-                await asyncio.sleep(0)
-            elif sent.nbytes <= _AWAKE_NBYTES:
-                self._stay_awake(future)
-            report = await future
-            self._mean_answer_seconds += (report.elapsed - self._mean_answer_seconds) / 8
-            return report
+            try:
+                if sent is None:
+                    sent = self._dispatch_copies(snapshots, planned, worker_ids, timeout, started)
+                self.tell()
+                if sent.nbytes > _AWAKE_NBYTES:
+                    # The next send needs a slot that a worker leaves, and a ring costs little here.
+                    self._ring()
+                if isinstance(sent, SendReport):
+                    # Workers join on this loop, even if it only sends.
+                    await asyncio.sleep(0)
+                    return sent
+                future: asyncio.Future[SendReport] = sent.waiter
+                if future.done():
+                    await asyncio.sleep(0)
+                elif sent.nbytes <= _AWAKE_NBYTES:
+                    self._stay_awake(future)
+                report = await future
+                self._mean_answer_seconds += (report.elapsed - self._mean_answer_seconds) / 8
+                return report
+            finally:
+                # The caller may change the tensors once send() has ended.
+                if still_copying is not None:
+                    try:
+                        await self.copier.settle(still_copying)
+                    finally:
+                        still_copying.release()
         except asyncio.CancelledError:
             # The transfer goes on; the next send reports the workers that fail or have failed.
-            if isinstance(sent, Send):
-                _keep_out_of_log(sent.waiter)
             if sent is not None:
-                self.workers.take_back([*sent.failed, *sent.left], sent.lost)
+                counted = isinstance(sent, Send) and _keep_out_of_log(sent.waiter)
+                self.workers.take_back(sent.failed, sent.left, sent.lost, counted=counted)
             raise
-        finally:
-            # The caller may change the tensors once send() has ended.
-            if still_copying is not None:
-                try:
-                    await self.copier.settle(still_copying)
-                finally:
-                    still_copying.release()
 
     async def _copy(
         self, planned: Mapping[int | None, Prepared], timeout: float | None, started: float
@@ -596,7 +596,6 @@ class WeightSender:
         """Return the report of a send that succeeded; its failures count as reported then."""
         workers = self.workers
         left: set[int] = set()
-        failed: dict[int, AiosyncError] = {}
         for idx in send.left:
             if send.lists_targets or not workers.record(idx).reported:
                 left.add(idx)
@@ -605,14 +604,14 @@ class WeightSender:
         for idx in send.waiting & workers.links.keys() if send.waiting else ():
             record = workers.records[idx]
             if record.error is not None and not record.reported:
-                failed[idx] = record.error
+                send.failed[idx] = record.error
                 record.report()
         return SendReport(
             epoch=workers.epoch,
             version=send.version,
             acked=frozenset(send.acked),
             skipped=send.skipped,
-            failed=failed | send.failed,
+            failed=dict(send.failed),
             lost=dict(send.lost),
             left=frozenset(left),
             waiting=frozenset(send.waiting),
@@ -794,7 +793,8 @@ async def _give_loop_turns() -> None:
         await asyncio.sleep(0)
 
 
-def _keep_out_of_log(future: asyncio.Future[SendReport]) -> None:
-    """Retrieve the error of a send that no caller awaits any more, which asyncio would log."""
-    if future.done() and not future.cancelled():
+def _keep_out_of_log(future: asyncio.Future[SendReport]) -> bool:
+    """Retrieve the error of a send that no caller awaits any more; return True if it had ended."""
+    if ended := future.done() and not future.cancelled():
         future.exception()
+    return ended

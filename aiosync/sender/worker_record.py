@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from aiosync.errors import AiosyncError
+from aiosync.errors import AiosyncError, ApplyError
 from aiosync.sender.outbox import WorkerLeft
 
 __all__ = ["REMEMBERED", "WorkerRecord", "WorkerRecords"]
@@ -30,6 +30,7 @@ class WorkerRecord:
         failed_version: Newest version that it refused or did not get; 0 for none.
         had: The version that the worker had when its last link ended; 0 for none.
         reported: True if a call of the user has reported the error, or will.
+        reports: Number of calls that have reported the error.
         listed: True if the report of a send to others lists the error: that is enough to forget the
             record.
         where: Text for errors while a worker that has to be dialled is not connected.
@@ -44,6 +45,7 @@ class WorkerRecord:
     failed_version: int = 0
     had: int = 0
     reported: bool = True
+    reports: int = 0
     listed: bool = False
     where: Callable[[], str] | None = None
 
@@ -60,12 +62,29 @@ class WorkerRecord:
     def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
         """Note why the worker is not connected, or lacks a version."""
         self.error, self.failed_version, self.reported = error, version, reported
-        self.end, self.listed = None, False
+        self.end, self.reports, self.listed = None, 0, False
 
     def report(self) -> None:
         """Note that a call of the user reports the error; a refusal gives way to the end."""
-        self.reported = True
+        self.reported, self.reports = True, self.reports + 1
         self.error, self.end = self.end or self.error, None
+
+    def take_back(self, error: AiosyncError | None, *, counted: bool) -> None:
+        """Note that a cancelled call reports the error to no caller, nor that the worker left.
+
+        Args:
+            error: The reason of a failure; ``None`` if the worker left.
+            counted: The call counts as one that has reported it.
+        """
+        now = self.error
+        if self.has_left if error is None else now is error:
+            self.reports -= counted
+            self.reported = self.reports > 0
+        elif isinstance(error, ApplyError) and not isinstance(now, ApplyError | None):
+            # The worker went after its refusal, which is reported first, unless it had recovered.
+            if self.had <= (version := error.version or 0):
+                self.fail(error, version, reported=False)
+                self.end = now
 
     def recover(self) -> None:
         """Clear the error: the worker is connected, or has a newer version."""

@@ -23,8 +23,10 @@ worker_comes_again, leaving_is_not_dying, last_worker_died, rolling_restart, res
 replaced_model, replaced_while_read, late_model, context, plain_weights, pickling, wrong_order,
 wrong_arguments, close_in_each_state, close_wakes, cancelled_tasks, memory_stays, nothing_is_left.
 
-cancelling: cancel_send, cancelled_send_goes_on, cancelled_send_that_failed, cancel_receive,
-cancel_connect, cancel_connect_of_a_worker, cancel_close.
+cancelling: cancel_send, cancelled_send_goes_on, cancelled_send_that_failed,
+cancelled_send_that_was_refused, cancelled_send_beside_one_that_told,
+cancelled_send_that_still_copies, cancel_receive, cancel_connect, cancel_connect_of_a_worker,
+cancel_close.
 
 changing: steps_beside_a_send, steps_in_a_thread, writes_beside_a_send, a_step_that_raised.
 

@@ -15,6 +15,7 @@ from typing import Any
 import aiosync
 from aiosync.testing import cancel_at_every_await
 from tests.contract.bench import PATIENCE, Bench, Crew, background, large, raises, small, until
+from tests.contract.failures import Picky
 
 
 class Stage:
@@ -89,6 +90,62 @@ async def check_cancelled_send_that_failed(bench: Bench) -> None:
         await _cancelled_at_once(crew.send(4.0, worker_ids=1))
         report = await crew.send(5.0)
         assert (report.acked, report.left, set(report.lost)) == ({2}, {1}, {0})
+
+
+async def check_cancelled_send_that_was_refused(bench: Bench) -> None:
+    """A refusal is told by the next send() if that which met it is cancelled before it tells it."""
+    for leaves in (True, False):
+        targets = [Picky(0.0), Picky(0.0)]
+        async with bench.crew(Picky(1.0), targets, apply="manual") as crew:
+            worker, sender = crew.workers[0], crew.sender
+            async with background(sender.send(Picky(-2.0), timeout=PATIENCE)) as [sending]:
+                await raises(aiosync.ApplyError, worker.scheme.receive(timeout=PATIENCE))
+                await until(lambda sender=sender: sender.stats().refused == 1)
+                await (worker.leave() if leaves else worker.die())
+                await until(lambda sender=sender: 0 not in sender.worker_versions)
+                sending.cancel()
+                await asyncio.wait({sending})
+            await _cancelled_at_once(sender.send(Picky(3.0), worker_ids=0))
+            error = await raises(aiosync.PartialSyncError, sender.send(Picky(3.0), timeout=0.05))
+            assert isinstance(error.failed[0], aiosync.ApplyError)
+            error = await raises(aiosync.PartialSyncError, sender.send(Picky(3.0), timeout=0.05))
+            assert set(error.failed) == {1}
+
+
+async def check_cancelled_send_beside_one_that_told(bench: Bench) -> None:
+    """What a send() has told is not told again because another one that met it is cancelled."""
+    async with bench.crew(small(1.0), [small(), small()], apply="manual") as crew:
+        whole, part = {"timeout": PATIENCE}, {"timeout": PATIENCE, "worker_ids": 0}
+        async with background(crew.send(2.0, **whole), crew.send(3.0, **part)) as [one, other]:
+            await crew.workers[0].scheme.wait_staged(2)
+            await crew.workers[0].die()
+            await raises(aiosync.PartialSyncError, other)
+            one.cancel()
+            await asyncio.wait({one})
+            assert one.cancelled()
+        error = await raises(aiosync.PartialSyncError, crew.send(4.0, timeout=0.05))
+        assert set(error.failed) == {1}
+
+
+async def check_cancelled_send_that_still_copies(bench: Bench) -> None:
+    """A failed send() that is cancelled at any await, also while it copies, has told nothing."""
+    stage = Stage(bench, large)
+
+    @contextlib.asynccontextmanager
+    async def one_dead() -> AsyncIterator[None]:
+        async with stage.connected():
+            await stage.crew.workers[0].die()
+            await until(lambda: 0 not in stage.crew.sender.worker_versions)
+            yield
+
+    async def is_told(outcome: Any) -> None:
+        if outcome.cancelled:
+            error = await raises(aiosync.PartialSyncError, stage.crew.send(3.0))
+            assert set(error.failed) == {0}
+
+    await cancel_at_every_await(
+        lambda: stage.crew.send(2.0, worker_ids=0), is_told, around=one_dead, may_not_wait=True
+    )
 
 
 async def _cancelled_at_once(call: Coroutine[Any, Any, Any]) -> None:
@@ -213,6 +270,9 @@ CHECKS = (
     check_cancel_send,
     check_cancelled_send_goes_on,
     check_cancelled_send_that_failed,
+    check_cancelled_send_that_was_refused,
+    check_cancelled_send_beside_one_that_told,
+    check_cancelled_send_that_still_copies,
     check_cancel_receive,
     check_cancel_connect,
     check_cancel_connect_of_a_worker,

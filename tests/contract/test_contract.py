@@ -106,3 +106,12 @@ async def test_looks_without_a_read_over_gloo_on_one_host(forkserver: None) -> N
     make = partial(aiosync.DistributedWeightSyncScheme, timeout=PATIENCE)
     check = next(check for check in ANYWHERE if check.name == "looks_without_a_read")
     await check.run(make, Hooks(hire=Hired))
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_a_cancelled_send_that_still_copies_over_gloo(forkserver: None) -> None:
+    name = "cancelled_send_that_still_copies"
+    check = next(check for check in CONTRACT_CHECKS if check.name == name)
+    await check.run(make_gloo, Hooks(hire=Hired))
