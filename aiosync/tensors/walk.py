@@ -152,10 +152,13 @@ class Found:
 
     def same_as(self, other: Found) -> bool:
         """Return True if the same names lead to the very same tensors, and to the same values."""
+        # A TensorDict keeps results made of its tensors, so that another one makes a difference.
         return (
             len(self.places) == len(other.places)
             and all(
-                one.tensor is each.tensor and one.name == each.name
+                one.tensor is each.tensor
+                and one.name == each.name
+                and (one.owner is each.owner or not is_tensordict(one.owner))
                 for one, each in zip(self.places, other.places, strict=True)
             )
             and self.values.keys() == other.values.keys()

@@ -436,6 +436,31 @@ def test_a_locked_tensordict_detaches_each_version(form: str, copy: bool) -> Non
     assert _numbers(part) == {5}
 
 
+def test_a_locked_tensordict_in_place_of_another_detaches_each_version(copy: bool) -> None:
+    """It has the same parameters; the caches of the old one no longer matter."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    for target in (
+        {"actor": TensorDict.from_module(model).lock_()},
+        TensorDict({"actor": TensorDict.from_module(model).lock_()}),
+        {"actor": TensorDict.from_module(model).to_dict(retain_none=False)},
+    ):
+        receiver = Target(target)
+        for value in (1.0, 2.0, 3.0, 4.0):
+            if value == 3.0:
+                target["actor"] = TensorDict.from_module(model).lock_()
+                _numbers(target["actor"])
+            weights = (
+                TensorDict.from_module(model)
+                .detach()
+                .clone()
+                .apply(lambda each, value=value: torch.full_like(each, value))
+            )
+            flat = send({"actor": weights}, receiver, copy=copy)
+            if value > 2:
+                assert _numbers(target["actor"]) == {value}
+        receiver.detach_(flat)
+
+
 def test_values_of_containers(copy: bool) -> None:
     source = {"w": torch.ones(1), "sub": {"step": 4}, "_extra_state": {"a": (1, 2)}}
     target: dict[str, Any] = {"w": torch.zeros(1), "sub.step": 0, "_extra_state": None}
