@@ -316,7 +316,8 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         is_redial: bool,
     ) -> TCPTransport:
         """Dial the weight server; if it ended the last link with a final error, raise that."""
-        error = workers.record(_SERVER_IDX).error
+        record = workers.record(_SERVER_IDX)
+        error = record.end or record.error
         if is_redial and isinstance(error, AuthError | ConfigError):
             # connect() and send() report this error.
             raise error

@@ -183,10 +183,13 @@ class Admission:
             self._registry.not_reached(idx, error)
             return
         record = self._registry.record(idx)
-        is_lost = record.error is not None and not record.has_left
+        is_lost = record.error is not None and not record.is_closed
         if is_lost and idx not in self._registry.links and record.subscribes:
             # With this error, send() says why the worker does not come back.
-            record.error = error
+            if record.end is None:
+                record.error = error
+            else:
+                record.end = error
 
     def _indices(self, hello: Hello) -> Iterable[int]:
         """Return the indices in the order in which workers that ask for none get them."""

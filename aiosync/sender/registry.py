@@ -211,7 +211,10 @@ class WorkerRegistry:
         if idx not in self.links:
             record = self.record(idx)
             record.subscribes = True
-            record.fail(error, reported=False)
+            if record.end is None:
+                record.fail(error, reported=False)
+            else:
+                record.end = error
         self.changed.notify()
 
     def _log(

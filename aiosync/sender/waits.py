@@ -174,7 +174,7 @@ class WorkerWaits:
 
 def _has_gone(record: WorkerRecord, error: AiosyncError, version: int, staged: bool) -> bool:
     """Return True if a worker without a link will not get a version."""
-    if is_final(error) or (staged and record.failed_version >= version):
+    if is_final(record.end or error) or (staged and record.failed_version >= version):
         # Nothing dials a worker whose error is final.
         return True
     return record.is_closed and record.had < version <= record.failed_version

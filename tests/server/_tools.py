@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +14,8 @@ from tests.schemes._harness import PATIENCE
 from tests.schemes._models import fill, linear
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
 URL = "tcp://127.0.0.1:0"
@@ -77,3 +79,14 @@ def described(server: WeightServer, model_id: str = "policy") -> dict[str, Any]:
     found = [each for each in server.status()["models"] if each["model_id"] == model_id]
     assert len(found) == 1
     return found[0]
+
+
+@contextlib.contextmanager
+def without(store: Path) -> Iterator[None]:
+    """Move the directory of a store away during a block, so that writing to it fails."""
+    away = store.with_name("away")
+    store.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(store)

@@ -9,7 +9,6 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from aiosync.testing import FaultProxy
 from aiosync.wire import encode_values
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import fill, filled, holds, linear, medium
-from tests.server._tools import URL, described, refused, send, trainer, worker
+from tests.server._tools import URL, described, refused, send, trainer, without, worker
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -451,17 +450,6 @@ async def test_a_trainer_does_not_repeat_what_a_restarted_server_has(tmp_path: P
             # Only version 2 has arrived, as version 1 came from the disk.
             assert described(second)["updates"] == 1
             await until(lambda: described(second)["workers"][0]["lag"] == 0)
-
-
-@contextlib.contextmanager
-def without(store: Path) -> Iterator[None]:
-    """Move the directory of a store away during a block, so that writing to it fails."""
-    away = store.with_name("away")
-    store.rename(away)
-    try:
-        yield
-    finally:
-        away.rename(store)
 
 
 async def test_a_version_that_the_disk_refused_is_not_served(tmp_path: Path) -> None:

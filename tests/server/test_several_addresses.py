@@ -7,19 +7,26 @@ import contextlib
 import copy
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiosync
 import aiosync.sync
-from aiosync.errors import AuthError, ConfigError, ConnectTimeout
+from aiosync.errors import (
+    ApplyError,
+    AuthError,
+    ConfigError,
+    ConnectTimeout,
+    PartialSyncError,
+)
 from aiosync.server import WeightClient, WeightServer
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests._certificates import certificates
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import holds, linear
-from tests.server._tools import URL, described, send, trainer, worker
+from tests.server._tools import URL, described, send, trainer, without, worker
 from tests.support.waiting import free_port
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -65,6 +72,39 @@ async def test_the_first_address_that_answers_is_used() -> None:
                 assert holds(below, 1.0)
                 assert below.address == urls[0]
             assert second.status()["models"] == []
+
+
+async def refuse_untold(source: Any, store: Path) -> None:
+    """Have a trainer's server refuse a version; no call of the trainer reports it."""
+    await send(source, 1.0)
+    with without(store):
+        sending = asyncio.ensure_future(send(source, 2.0))
+        await asyncio.sleep(0)
+        sending.cancel()
+        await until(lambda: source.stats().refused == 1)
+
+
+async def test_a_redial_that_is_refused_does_not_hide_an_untold_refusal(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    async with (
+        WeightServer(URL, store=store) as server,
+        WeightServer(URL) as taken,
+        FaultProxy(server.url) as proxy,
+        trainer(proxy.url) as source,
+        trainer(taken),
+    ):
+        await refuse_untold(source, store)
+        proxy.upstream = taken.url
+        proxy.reset()
+        await until(lambda: taken.status()["ended"].get("ConnectError", 0) > 2)
+        errors = []
+        for _ in range(2):
+            with pytest.raises(PartialSyncError) as caught:
+                await send(source, 3.0)
+            errors.append(caught.value.failed[0])
+        assert isinstance(errors[0], ApplyError)
+        # The newest reason follows.
+        assert "is already pushing model 'policy'" in str(errors[1])
 
 
 async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
