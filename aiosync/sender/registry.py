@@ -321,7 +321,9 @@ class WorkerRegistry:
                     if outcome.version > record.failed_version:
                         record.recover()
             elif self.links.get(link.idx) is link:
-                record.fail(error, outcome.version, reported=counted)
+                # A version named since, which the worker takes next, makes up for this one.
+                if outcome.version >= link.visible:
+                    record.fail(error, outcome.version, reported=counted)
             elif link.idx not in self.links:
                 # The worker went while this version was on its way.
                 record.failed_version = outcome.version

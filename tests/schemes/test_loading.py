@@ -356,6 +356,27 @@ async def test_a_refusal_counts_although_a_newer_version_was_named_meanwhile() -
 
 
 @pytest.mark.asyncio
+async def test_a_refusal_that_came_late_does_not_hide_that_the_worker_left() -> None:
+    """The worker takes the newer version, which was named before the refusal was read."""
+    owner, source = Told("plain"), models.linear(1.0)
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=owner.applied)}
+    async with here(aiosync.SharedMemWeightSyncScheme(), source, init) as (sender, receiver):
+        for value in (2.0, 3.0):
+            await harness.deliver(sender, receiver, value)
+        owner.refused = "applied"
+        assert sender.send_nowait().done()
+        receiver.model(torch.ones(4))
+        owner.refused = None
+        assert sender.send_nowait().done()
+        receiver.model(torch.ones(4))
+        await harness.until(lambda: sender.stats().refused == 1)
+        await receiver.aclose()
+        await harness.until(lambda: not sender.worker_versions)
+        report = await sender.send()
+        assert (report.left, report.failed) == ({0}, {})
+
+
+@pytest.mark.asyncio
 @both
 async def test_a_call_that_applies_a_version_raises_what_the_hook_raised(make: Any) -> None:
     """The text says only that the version was refused, as the model has it."""
