@@ -532,6 +532,8 @@ class WeightReceiver:
         # Not kept in the update, which the model keeps: the hook refers to the scheme.
         hook, staged.hook = staged.hook, None
         if hook is None or self._closed:
+            if hook is not None:
+                self.meter.ended("ok", *hook[1])
             self._answer(epoch, version, AckStatus.APPLIED)
         else:
             self.meter.num_deferred += 1
@@ -559,6 +561,9 @@ class WeightReceiver:
         except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
             self._count_deferred("refused", facts)
             self._refuse(epoch, version, exc)
+        except BaseException:  # The task was cancelled, or ends with a crash: the model has it.
+            self._count_deferred("ok", facts)
+            raise
         else:
             self._count_deferred("ok", facts)
             self.ledger.passed_on = (epoch, version)
@@ -679,5 +684,9 @@ class WeightReceiver:
             # Another thread may have applied an update meanwhile.
             self.report()
             self._closed = True
+            if (untold := self._hook_calls.waiting) is not None:
+                # The model has this version, and its hook is never called.
+                self._hook_calls.waiting = None
+                self._count_deferred("ok", untold[1])
             self._promise.end()
             self.outage.close()

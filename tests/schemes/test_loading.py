@@ -249,6 +249,38 @@ async def test_a_version_counts_once_its_async_hook_has_ended(make: Any) -> None
         assert receiver.stats().finished["ok"] == receiver.stats().started == 4
 
 
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("end", ["aclose", "abort", "crash"])
+async def test_versions_count_although_their_hooks_never_end(make: Any, end: str) -> None:
+    """One hook runs, and one waits for it, when the worker is closed or its task crashes."""
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def pass_on(epoch: int, version: int) -> None:
+        if version > 1:
+            begun.set()
+            await goes_on.wait()
+            raise asyncio.CancelledError
+
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=pass_on)}
+    async with here(make(), models.linear(1.0), init) as (sender, receiver):
+        handles = []
+        for value in (2.0, 3.0):
+            handles.append(sender.send_nowait(models.linear(value)))
+            await harness.until(lambda: receiver.version == handles[-1].version)
+        await begun.wait()
+        if end == "crash":
+            goes_on.set()
+        await (receiver.aclose() if end == "aclose" else asyncio.sleep(0))
+        if end == "abort":
+            receiver.abort()
+        await harness.until(lambda: receiver.stats().finished["ok"] >= (end != "crash") + 2)
+        await receiver.aclose()
+        found = receiver.stats()
+        assert found.finished["ok"] == found.started == 3
+        await asyncio.gather(*handles, return_exceptions=True)
+
+
 class Mute(Refuses):
     """Error without a text: ``str()`` of it raises, too."""
 
