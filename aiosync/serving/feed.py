@@ -253,9 +253,9 @@ class WeightFeed:
         May be called on any thread, also while the feed is not running.
         """
         found, version, at = self._scheme.stats(), self.gate.version, self._activated_at
-        if found.version or not version:
+        if not version or (found.version and self._ended() is None):
             return found
-        # This run has brought no version yet: the model has the one that the gate serves.
+        # The run has brought no version yet, or has ended: the model has the one of the gate.
         return dataclasses.replace(
             found,
             epoch=self.gate.epoch or 0,

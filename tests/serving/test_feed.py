@@ -418,6 +418,17 @@ async def test_the_statistics_outlive_a_run(address: str) -> None:
             assert (found.epoch, found.version, found.reconnects) == (scheme.epoch, 1, 1)
 
 
+async def test_a_closed_feed_says_how_old_its_version_is(address: str) -> None:
+    async with trainer(models.linear(), address) as scheme:
+        feed = feed_of(address, model=models.linear())
+        async with feed:
+            await feed.ready.wait(timeout=PATIENCE)
+        before, found, after = feed.status.age, feed.stats(), feed.status.age
+        assert before is not None and after is not None
+        assert 0 < before <= found.age <= after
+        assert (found.version, found.epoch, found.lag) == (1, scheme.epoch, 0)
+
+
 async def test_a_feed_that_is_started_again_before_it_has_ended(address: str) -> None:
     source, engine = models.linear(), Engine()
     feed = feed_of(address, load=engine.load)
