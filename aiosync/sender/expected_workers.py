@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -199,14 +200,19 @@ class ExpectedWorkers:
         joined = self._joined_pids(missing.absent)
         # A live process that is no worker may become one. If fewer processes were given than
         # workers are expected, the rest may come from elsewhere.
-        coming = sum(pid not in watch.ended and pid not in joined for pid in processes)
+        coming = sum(pid not in watch.ended and pid not in joined.values() for pid in processes)
         unknown = max(0, len(self.indices) - len(processes))
         short = max(0, len(waited) - coming - unknown)
         # Workers that have failed already are a part of those that cannot come.
         free = [idx for idx in waited if idx not in missing.failed]
         to_name = short - (len(waited) - len(free))
-        came = joined | {records[idx].pid for idx in missing.failed}
-        ended = [each for each, pid in enumerate(processes) if pid in watch.ended - came]
+        # A process that was to become several workers is excused only for those that it became.
+        came = Counter((joined | {idx: records[idx].pid for idx in missing.failed}).values())
+        ended = []
+        for each, pid in enumerate(processes):
+            came[pid] -= 1
+            if pid in watch.ended and came[pid] < 0:
+                ended.append(each)
         for each in ended[: max(0, to_name)]:
             # The index of that process may have been given to another one.
             idx = each if each in free else free[0]
@@ -214,13 +220,13 @@ class ExpectedWorkers:
             missing.failed[idx] = self._ended_early(each, processes[each], watch)
         return short
 
-    def _joined_pids(self, absent: Iterable[int]) -> set[int]:
+    def _joined_pids(self, absent: Iterable[int]) -> dict[int, int]:
         """Return the ids of processes that became workers, also of absent workers that left."""
         records = self._registry.records
         links = self._registry.links.items()
         # A process that only pulled may still become an expected worker.
-        joined = {link.hello.pid for idx, link in links if idx in self.indices}
-        return joined | {records[idx].pid for idx in absent if records[idx].has_left}
+        joined = {idx: link.hello.pid for idx, link in links if idx in self.indices}
+        return joined | {idx: records[idx].pid for idx in absent if records[idx].has_left}
 
     def _ended_early(self, number: int, pid: int, watch: ProcessWatch) -> ConnectError:
         """Return the error for a process that ended, which has this number among those given."""

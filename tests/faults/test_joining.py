@@ -193,6 +193,25 @@ async def test_a_process_that_becomes_two_workers_is_awaited_twice() -> None:
         assert (await scheme.send()).acked == {0, 1}
 
 
+async def _close_and_exit(state: harness.State) -> None:
+    await state.scheme.aclose()
+    os._exit(3)
+
+
+async def test_a_process_that_ends_after_one_of_its_two_workers_is_not_awaited() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 1, connect=False) as [worker]:
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=[worker.process] * 2)
+        )
+        assert await worker.call(harness.join) == 1
+        worker.post(_close_and_exit)
+        error = await _fails(connecting)
+        assert set(error.failed) == {1}
+        assert f"process {worker.pid} ended with exit code 3" in str(error.failed[1])
+
+
 def _sleep_or_exit(code: int | None) -> None:
     if code is None:
         time.sleep(harness.PATIENCE)
