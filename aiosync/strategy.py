@@ -76,12 +76,8 @@ class WeightStrategy:
         if source is None:
             return None
         is_module = isinstance(source, nn.Module) and not is_tensordict(source)
-        if not is_module and not isinstance(source, Mapping):  # a TensorDict is a Mapping
-            raise ConfigError(
-                f"cannot extract weights from a {type(source).__module__}."
-                f"{type(source).__qualname__}; supported: torch.nn.Module, TensorDict and mappings "
-                "of tensors"
-            )
+        if not is_module:
+            _refuse_no_mapping(source)
         if self.extract_as == "state_dict":
             return dict(source.state_dict()) if is_module else _dict_of(source)
         if is_tensordict(source):
@@ -111,10 +107,7 @@ class WeightStrategy:
         """
         if weights is None:
             return
-        if not _is_container(weights):
-            raise ConfigError(
-                f"Unsupported weights type: {type(weights)}. Must be dict or TensorDictBase."
-            )
+        _refuse_no_container(weights)
         leaves = collect(weights)
         if not (isinstance(destination, nn.Module) or _is_container(destination)):
             _refuse_to_drop(leaves)
@@ -189,3 +182,21 @@ def _from_mapping(source: Mapping[Any, Any]) -> TensorDictBase:
         is_inner = isinstance(value, Mapping) and not (is_state or is_tensor_collection(value))
         set_item(weights, key, _from_mapping(value) if is_inner else value)
     return weights
+
+
+def _refuse_no_mapping(source: Any) -> None:
+    """Raise ConfigError for a source that is neither a mapping nor a TensorDict, which is one."""
+    if not isinstance(source, Mapping):
+        raise ConfigError(
+            f"cannot extract weights from a {type(source).__module__}."
+            f"{type(source).__qualname__}; supported: torch.nn.Module, TensorDict and mappings "
+            "of tensors"
+        )
+
+
+def _refuse_no_container(weights: Any) -> None:
+    """Raise ConfigError for weights that are neither a dict nor a TensorDict."""
+    if not _is_container(weights):
+        raise ConfigError(
+            f"Unsupported weights type: {type(weights)}. Must be dict or TensorDictBase."
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from aiosync._tasks import Notifier
@@ -177,11 +177,8 @@ class ExpectedWorkers:
                 missing.failed[idx] = error
             if link is None:
                 missing.absent.append(idx)
-            elif link.hello.subscribe and registry.history.for_worker(idx).version:
-                # A worker without a model yet can only receive the weights.
-                has = link.visible if link.hello.has_target else link.outbox.received
-                if has < version:
-                    missing.late.append(idx)
+            elif registry.history.for_worker(idx).version and _is_late(link, version):
+                missing.late.append(idx)
         return missing
 
     def _waited_for(self, missing: Missing) -> list[int]:
@@ -206,14 +203,8 @@ class ExpectedWorkers:
         # Workers that have failed already are a part of those that cannot come.
         free = [idx for idx in waited if idx not in missing.failed]
         to_name = short - (len(waited) - len(free))
-        # A process that was to become several workers is excused only for those that it became.
-        came = Counter((joined | {idx: records[idx].pid for idx in missing.failed}).values())
-        ended = []
-        for each, pid in enumerate(processes):
-            came[pid] -= 1
-            if pid in watch.ended and came[pid] < 0:
-                ended.append(each)
-        for each in ended[: max(0, to_name)]:
+        became = joined | {idx: records[idx].pid for idx in missing.failed}
+        for each in _ended_in_vain(processes, watch.ended, became.values())[: max(0, to_name)]:
             # The index of that process may have been given to another one.
             idx = each if each in free else free[0]
             free.remove(idx)
@@ -253,3 +244,28 @@ class ExpectedWorkers:
         if late:
             parts.append(f"workers {late} connected but have not applied the initial weights")
         return "; ".join(parts) + self._registry.admission.refused()
+
+
+def _is_late(link: WorkerLink, version: int) -> bool:
+    """Return True if a worker that gets every version lacks this one."""
+    # A worker without a model yet can only receive the weights.
+    has = link.visible if link.hello.has_target else link.outbox.received
+    return link.hello.subscribe and has < version
+
+
+def _ended_in_vain(
+    processes: Sequence[int], ended: Container[int], became: Iterable[int]
+) -> list[int]:
+    """Return the numbers of the processes that have ended, and are no worker's.
+
+    Args:
+        processes: Ids of the processes; one that was to become several workers has several places.
+        ended: Ids of those that have ended.
+        became: Id of the process of each worker that came. A process is excused once for each.
+    """
+    came, found = Counter(became), list[int]()
+    for number, pid in enumerate(processes):
+        came[pid] -= 1
+        if pid in ended and came[pid] < 0:
+            found.append(number)
+    return found

@@ -140,7 +140,7 @@ class WorkerRegistry:
                 version = link.applied
                 state = _state_at(version, newest)
             elif record.error is not None:
-                state = "left" if record.is_closed else "lost"
+                state = _state_without_link(record)
             else:
                 # The worker comes back, or everything is closed.
                 continue
@@ -443,6 +443,11 @@ def _state_at(version: int, newest: int) -> WorkerState:
     if not version:
         return "joining"
     return "lagging" if newest - version > 1 else "ready"
+
+
+def _state_without_link(record: WorkerRecord) -> WorkerState:
+    """Return the state of a worker whose link has ended."""
+    return "left" if record.is_closed else "lost"
 
 
 def _not_registered(idx: int, known: Iterable[int]) -> ConfigError:
