@@ -10,6 +10,7 @@ States of connectors and counters travel as before. Written for Ray 2.60 and its
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ _WRITTEN_FOR = (2, 60)
 _MODEL = "rl_module"
 # Time for a runner whose link ended to answer that it lives; it may be in a long fragment.
 _ANSWER_SECONDS = 10.0
+# Pause between two looks for a runner that dials again.
+_LOOK_SECONDS = 0.05
 
 
 class _Weights(torch.nn.Module):
@@ -278,16 +281,25 @@ class _Sender:
             raise error
         # A link may also break while its runner lives. A runner that has come back has the newest
         # weights; one that does not answer has died.
-        lost = [idx + 1 for idx in error.failed.keys() - self._scheme.worker_versions.keys()]
-        if lost and any(
-            self._group.foreach_env_runner(
-                _has_joined,
-                local_env_runner=False,
-                remote_worker_ids=lost,
-                timeout_seconds=_ANSWER_SECONDS,
-            )
-        ):
-            raise error
+        lost = self._without_link(error.failed)
+        if not lost:
+            return
+        living = self._group.foreach_env_runner(
+            _joined_as,
+            local_env_runner=False,
+            remote_worker_ids=lost,
+            timeout_seconds=_ANSWER_SECONDS,
+        )
+        ends = time.monotonic() + _ANSWER_SECONDS
+        while self._without_link([index - 1 for index in living if index]):
+            # The runner may dial again, and then gets the weights.
+            if time.monotonic() > ends:
+                raise error
+            time.sleep(_LOOK_SECONDS)
+
+    def _without_link(self, indices: Iterable[int]) -> list[int]:
+        """Return RLlib's numbers of the runners among these that have no link."""
+        return [idx + 1 for idx in indices if idx not in self._scheme.worker_versions]
 
     @staticmethod
     def _state_of(source: Any) -> Mapping[str, Any]:
@@ -314,9 +326,9 @@ class _Sender:
         return {**named, "number": torch.tensor(state.get(WEIGHTS_SEQ_NO, 0), device="cpu")}
 
 
-def _has_joined(runner: AiosyncEnvRunner) -> bool:
-    """Return True unless the runner has taken the place of one that died, and has no link yet."""
-    return runner._scheme is not None
+def _joined_as(runner: AiosyncEnvRunner) -> int:
+    """Return RLlib's number of the runner; 0 if it takes a dead one's place, without a link yet."""
+    return runner.worker_index if runner._scheme is not None else 0
 
 
 def _join(runner: AiosyncEnvRunner, scheme: WeightSyncScheme) -> AiosyncError | None:

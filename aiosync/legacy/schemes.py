@@ -96,6 +96,8 @@ class _ForReceiver(attribute[Any]):
     """The model, the weights or the context; a receiver with a transport gets a new one, too."""
 
     def __set__(self, scheme: Any, value: Any) -> None:
+        # In a forked child the value is for the new life.
+        scheme._after_fork()
         super().__set__(scheme, value)
         scheme._assign_to_receiver(self.name, value)
 
@@ -618,8 +620,9 @@ class WeightSyncScheme(SchemeOptions):
         self._stop_event = threading.Event()  # set first, because the thread's hook looks at it
         name = f"WeightReceiver-{self.worker_idx}"
         loop = self._background_receive_loop
-        self._background_thread = threading.Thread(target=loop, name=name, daemon=True)
-        self._background_thread.start()
+        thread = threading.Thread(target=loop, name=name, daemon=True)
+        thread.start()
+        self._background_thread = thread
 
     def _background_receive_loop(self) -> None:
         """Receive until the scheme ends, in the background; a user's scheme may override it."""

@@ -681,9 +681,9 @@ class WeightReceiver:
             waiting = self.applier.end()
             if waiting is not None:
                 waiting.give_back()
-            # Another thread may have applied an update meanwhile.
-            self.report()
+            # Another thread may have applied an update meanwhile. No hook begins any more.
             self._closed = True
+            self.report()
             if (untold := self._hook_calls.waiting) is not None:
                 # The model has this version, and its hook is never called.
                 self._hook_calls.waiting = None

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from aiosync._tasks import in_own_thread
 from aiosync.errors import AiosyncError, ConfigError
 
-__all__ = ["AfterApply", "SchemeHooks", "in_thread", "run_hook"]
+__all__ = ["AfterApply", "Labelled", "SchemeHooks", "in_thread", "run_hook"]
 
 AfterApply: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Awaited with the epoch and the version that the model has now, before the trainer is told."""
@@ -75,16 +75,32 @@ class SchemeHooks:
     @functools.cached_property
     def at_once(self) -> Callable[[int, int], object] | None:
         """A call of the ``applied`` hook if it is a plain function, else ``None``."""
-        if self.applied is None or _is_async(self.applied):
+        applied = self.applied.label if isinstance(self.applied, Labelled) else self.applied
+        if applied is None or _is_async(applied):
             return None
-        return functools.partial(_call_plain, self.applied)
+        return functools.partial(_call_plain, applied)
 
     @property
     def awaited(self) -> AfterApply | None:
         """The ``applied`` hook if it is an ``async`` function, else ``None``."""
+        if isinstance(self.applied, Labelled):
+            return functools.partial(run_hook, self.applied.awaited)
         if self.applied is None or self.at_once is not None:
             return None
         return functools.partial(run_hook, self.applied)
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """An ``applied`` hook of two: a plain one at the very moment, and an ``async`` one after it."""
+
+    label: Callable[[int, int], object]
+    awaited: Callable[[int, int], Awaitable[object]]
+
+    async def __call__(self, epoch: int, version: int) -> None:
+        """Call both."""
+        self.label(epoch, version)
+        await self.awaited(epoch, version)
 
 
 def _is_async(hook: Callable[..., object]) -> bool:

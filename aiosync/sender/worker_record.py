@@ -83,7 +83,8 @@ class WorkerRecord:
         elif isinstance(error, ApplyError) and not isinstance(now, ApplyError | None):
             # The worker went after its refusal, which is reported first, unless it had recovered.
             if self.had <= (version := error.version or 0):
-                self.fail(error, version, reported=False)
+                # A newer version may have failed with the end.
+                self.fail(error, max(version, self.failed_version), reported=False)
                 self.end = now
 
     def recover(self) -> None:

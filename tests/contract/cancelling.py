@@ -116,10 +116,13 @@ async def check_cancelled_send_beside_one_that_told(bench: Bench) -> None:
     """What a send() has told is not told again because another one that met it is cancelled."""
     async with bench.crew(small(1.0), [small(), small()], apply="manual") as crew:
         whole, part = {"timeout": PATIENCE}, {"timeout": PATIENCE, "worker_ids": 0}
-        async with background(crew.send(2.0, **whole), crew.send(3.0, **part)) as [one, other]:
+        async with background(crew.send(2.0, **whole)) as [one]:
             await crew.workers[0].scheme.wait_staged(2)
-            await crew.workers[0].die()
-            await raises(aiosync.PartialSyncError, other)
+            # Begun once the weights of the first one are copied.
+            async with background(crew.send(3.0, **part)) as [other]:
+                await asyncio.sleep(0)
+                await crew.workers[0].die()
+                await raises(aiosync.PartialSyncError, other)
             one.cancel()
             await asyncio.wait({one})
             assert one.cancelled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import multiprocessing
@@ -319,6 +320,36 @@ def test_a_collector_registers_a_worker_that_has_versions_and_a_hook(is_async: b
         collector.shutdown()
     assert labels == [(3.0, 0), (4.0, 1), (5.0, 2)]
     assert told == [1, 2, 3, 1, 2]
+
+
+def test_a_label_does_not_wait_for_an_async_hook() -> None:
+    goes_on, policy = threading.Event(), worlds.make_policy()
+
+    async def applied(epoch: int, version: int) -> None:
+        if version > 1:
+            await asyncio.to_thread(goes_on.wait, workers.PATIENCE)
+
+    sender = TCP(token="0" * 32, timeout=workers.PATIENCE)
+    sender.init_on_sender(model_id="policy", model=worlds.make_policy(1.0), num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    hooks = aiosync.SchemeHooks(applied=applied)
+    receiver.init_on_receiver(model_id="policy", model=policy, worker_idx=0, hooks=hooks)
+    with sender, receiver:
+        _join(sender, receiver)
+        collector = Collector(
+            worlds.World, policy, frames_per_batch=4, total_frames=-1, track_policy_version=True
+        )
+        collector.register_scheme_receiver({"policy": receiver})
+        batches = iter(collector)
+        labels = [_label_of(batches)]
+        for value in (2.0, 3.0):
+            sender.send_async(worlds.make_policy(value))
+            receiver.wait_for_version(sender.version)
+        labels.append(_label_of(batches))
+        goes_on.set()
+        sender.wait_async()
+        collector.shutdown()
+    assert labels == [(1.0, 0), (3.0, 2)]
 
 
 def _label_of(batches: Any) -> tuple[float, int]:

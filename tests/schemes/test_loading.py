@@ -672,3 +672,31 @@ async def test_mistakes() -> None:
         aiosync.SchemeHooks(applied=3)  # type: ignore[arg-type]
     with pytest.raises(aiosync.ConfigError, match="hooks must be aiosync.SchemeHooks"):
         scheme.init_on_receiver(hooks={"applied": print})
+
+
+def test_an_abort_without_a_running_loop_begins_no_hook() -> None:
+    async def pass_on(epoch: int, version: int) -> None:
+        await asyncio.sleep(0)
+
+    sender = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", timeout=harness.PATIENCE)
+    sender.init_on_sender(model=models.linear(1.0), num_workers=1)
+    receiver = aiosync.TCPWeightSyncScheme(sender.address, apply="manual", timeout=harness.PATIENCE)
+    hooks = aiosync.SchemeHooks(applied=pass_on)
+    receiver.init_on_receiver(model=models.linear(), hooks=hooks)
+
+    async def begin() -> None:
+        connecting = asyncio.ensure_future(sender.connect())
+        await receiver.connect()
+        await receiver.wait_staged(1)
+        receiver.apply_pending()
+        await connecting
+        sender.send_nowait(models.linear(2.0))
+        await receiver.wait_staged(2)
+
+    with asyncio.Runner() as runner:
+        runner.run(begin())
+        assert receiver.apply_pending() == 2
+        receiver.abort()
+        found = receiver.stats()
+        assert found.finished["ok"] == found.started == 2
+        runner.run(sender.aclose())

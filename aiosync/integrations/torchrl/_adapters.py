@@ -52,7 +52,7 @@ from aiosync.integrations.torchrl._workers import (
 )
 from aiosync.protocol import as_indices
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.scheme_hooks import SchemeHooks, run_hook
+from aiosync.receiver.scheme_hooks import Labelled, SchemeHooks, run_hook
 from aiosync.schemes.internal import (
     belongs_to_torchrl,
     change_hooks,
@@ -397,12 +397,7 @@ def _chain(
 
         return applied
 
-    # A label may come a moment after the version here, because the loop calls async hooks.
-    async def awaited(epoch: int, version: int) -> None:
-        label(epoch, version)
-        await run_hook(given, epoch, version)
-
-    return awaited
+    return Labelled(label, functools.partial(run_hook, given))
 
 
 def _count_actors(given: dict[str, Any]) -> None:
