@@ -290,12 +290,18 @@ class _Sender:
             remote_worker_ids=lost,
             timeout_seconds=_ANSWER_SECONDS,
         )
+        # A runner that dials again gets the weights.
+        if not self._have_links([index - 1 for index in living if index]):
+            raise error
+
+    def _have_links(self, indices: list[int]) -> bool:
+        """Return True once all of these runners have links again; False if that takes too long."""
         ends = time.monotonic() + _ANSWER_SECONDS
-        while self._without_link([index - 1 for index in living if index]):
-            # The runner may dial again, and then gets the weights.
+        while self._without_link(indices):
             if time.monotonic() > ends:
-                raise error
+                return False
             time.sleep(_LOOK_SECONDS)
+        return True
 
     def _without_link(self, indices: Iterable[int]) -> list[int]:
         """Return RLlib's numbers of the runners among these that have no link."""

@@ -72,10 +72,15 @@ class SchemeHooks:
         named = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: hook for name, hook in named if hook is not None}
 
+    @property
+    def _plain(self) -> Callable[[int, int], object] | None:
+        """The part of the ``applied`` hook that may be a plain function."""
+        return self.applied.label if isinstance(self.applied, Labelled) else self.applied
+
     @functools.cached_property
     def at_once(self) -> Callable[[int, int], object] | None:
         """A call of the ``applied`` hook if it is a plain function, else ``None``."""
-        applied = self.applied.label if isinstance(self.applied, Labelled) else self.applied
+        applied = self._plain
         if applied is None or _is_async(applied):
             return None
         return functools.partial(_call_plain, applied)
