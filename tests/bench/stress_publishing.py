@@ -366,7 +366,7 @@ async def _compute_on_loop(
             await asyncio.sleep(0.2)
             continue
         # The loop has no turn during these forwards, whose updates nobody answers meanwhile.
-        ends = time.monotonic() + 5.0
+        ends = time.monotonic() + 0.5
         for _ in range(chance.randrange(200)):
             if time.monotonic() < ends:
                 watch.look()
