@@ -100,12 +100,12 @@ class Labelled:
     """An ``applied`` hook of two: a plain one at the very moment, and an ``async`` one after it."""
 
     label: Callable[[int, int], object]
-    awaited: Callable[[int, int], Awaitable[object]]
+    awaited: Callable[[int, int], object]
 
     async def __call__(self, epoch: int, version: int) -> None:
         """Call both."""
         self.label(epoch, version)
-        await self.awaited(epoch, version)
+        await run_hook(self.awaited, epoch, version)
 
 
 def _is_async(hook: Callable[..., object]) -> bool:

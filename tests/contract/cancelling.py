@@ -113,7 +113,7 @@ async def check_cancelled_send_that_was_refused(bench: Bench) -> None:
 
 
 async def check_cancelled_send_beside_one_that_told(bench: Bench) -> None:
-    """What a send() has told is not told again because another one that met it is cancelled."""
+    """A cancelled send() has nothing told again that another send() has told."""
     async with bench.crew(small(1.0), [small(), small()], apply="manual") as crew:
         whole, part = {"timeout": PATIENCE}, {"timeout": PATIENCE, "worker_ids": 0}
         async with background(crew.send(2.0, **whole)) as [one]:

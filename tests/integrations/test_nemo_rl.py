@@ -436,7 +436,7 @@ async def test_a_refit_that_is_cancelled_when_everything_was_sent() -> None:
 
 
 async def test_a_refit_that_is_cancelled_when_one_rank_has_taken_it() -> None:
-    """That rank hears nothing of it, also if it is ready for the next refit already."""
+    """The rank hears nothing of it, also if it is ready for the next refit already."""
     go, weights = asyncio.Event(), {"w": torch.eye(3)}
 
     async def take_slowly(engine: Engine) -> None:

@@ -397,7 +397,7 @@ def _chain(
 
         return applied
 
-    return Labelled(label, functools.partial(run_hook, given))
+    return Labelled(label, given)
 
 
 def _count_actors(given: dict[str, Any]) -> None:
