@@ -108,8 +108,8 @@ class Upstream:
             self._dialer.dials,
             introduce,
             not_reached_text=self._dialer.not_reached_text,
-            # No error ends the attempts.
-            final=lambda error: False,
+            # No error ends the attempts, so each handshake has to end by itself.
+            final=None,
             on_failure=log_once,
             # Only an upstream at addresses of TCP may send this server on to another one.
             dial_named=self._dialer.dial if self._dialer.is_remote else None,

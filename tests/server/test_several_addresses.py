@@ -28,6 +28,7 @@ from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import holds, linear
 from tests.server._tools import URL, described, send, trainer, without, worker
 from tests.support.waiting import free_port
+from tests.transports.test_streams import listening
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -197,6 +198,21 @@ async def test_a_server_that_freezes_during_the_handshake_leaves_the_next_one(nb
             proxy.plan = lambda _: Plan(back=Faults(stall_at=nbytes))
             async with worker([proxy.url, server.url], timeout=10.0, **options) as below:
                 assert holds(below, 1.0)
+
+
+async def test_a_server_that_answers_no_hello_leaves_those_that_follow_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has proved its identity; the other one comes later."""
+    monkeypatch.setattr("aiosync.rendezvous.dialer.HANDSHAKE_SECONDS", 1.0)
+    async with listening() as (silent, links), FaultProxy(nowhere()) as proxy:
+        async with WeightServer(URL) as server, trainer(server) as source:
+            await send(source, 1.0)
+            urls: Any = [proxy.url, silent.url]
+            below = WeightServer(URL, model_ids=["policy"], upstream=urls)
+            async with below, await links.get():
+                proxy.upstream = server.url
+                await until(lambda: described(below)["version"] == 1)
 
 
 ANSWERS_NO_TRAINER = ["another program", "another wire version", "TLS", "silent"]
