@@ -42,7 +42,8 @@ class KeptBase:
 
         Raises:
             TransportBroken: It is a delta to another base: over the next link, which begins
-                without one, the sender sends whole updates. Or it is no smaller than what it makes.
+                without one, the sender sends whole updates. Or it is no smaller than what it makes;
+                or there is no memory for it.
         """
         version, plain_nbytes = update.base or (0, 0)
         of, now = (update.epoch, version, update.digest), (update.epoch, update.version)
@@ -54,7 +55,12 @@ class KeptBase:
         if nbytes >= plain_nbytes:
             text = f"a delta of {nbytes} bytes is no smaller than {plain_nbytes} bytes"
             raise TransportBroken(text)
-        return memoryview(bytearray(nbytes))
+        try:
+            return memoryview(bytearray(nbytes))
+        except MemoryError as exc:
+            raise TransportBroken(
+                f"this process has no memory for a delta of {nbytes} bytes"
+            ) from exc
 
     def take(
         self,

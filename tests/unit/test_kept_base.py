@@ -163,3 +163,12 @@ def test_no_memory_for_a_base(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiosync.receiver.kept_base.FlatBuffer", refuse)
     with pytest.raises(TransportBroken, match="no memory for a base of 4096 bytes"):
         worker.put(*next(parts(1)))
+
+
+def test_no_memory_for_a_delta() -> None:
+    worker = Worker()
+    worker.receive(1)
+    update, _ = next(parts(2, 1))
+    with pytest.raises(TransportBroken, match="no memory for a delta of"):
+        worker.kept.lend(dataclasses.replace(update, base=(1, 2**62)), 2**61)
+    worker.receive(2, 1)
