@@ -36,6 +36,7 @@ from aiosync.errors import (
     LocalProtocolError,
     ProtocolError,
     SyncTimeout,
+    TransportBroken,
     TransportBusy,
     TransportError,
 )
@@ -426,6 +427,7 @@ def take_buffers(
     Raises:
         LocalProtocolError: The lent buffers are read-only or do not have the size of the payload;
             or there is no lender, and the payload is larger than ``limits`` let this side allocate.
+        TransportBroken: There is no lender, and no memory for the payload.
     """
     if into is not None:
         views = [*map(flat_view, into(message, nbytes))]
@@ -438,7 +440,10 @@ def take_buffers(
             f"a payload of {nbytes} bytes needs lent buffers: recv(into=...) allocates at most "
             f"{limits.max_buffer_nbytes} bytes itself (Limits.max_buffer_nbytes)"
         )
-    return [memoryview(bytearray(nbytes))]
+    try:
+        return [memoryview(bytearray(nbytes))]
+    except MemoryError as exc:
+        raise TransportBroken(f"this process has no memory for {nbytes} bytes") from exc
 
 
 def without_frames(error: _Error) -> _Error:

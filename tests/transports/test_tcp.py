@@ -29,7 +29,7 @@ from aiosync.transports.base import Received
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Current, Fetch, Hello, encode_frame
+from aiosync.wire import Current, Fetch, Hello, Setup, encode_frame
 from tests.schemes._harness import PATIENCE
 
 pytestmark = pytest.mark.asyncio
@@ -236,3 +236,13 @@ async def test_a_header_that_fits_into_no_memory_ends_the_link() -> None:
                 await link.recv(timeout=PATIENCE)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+async def test_a_payload_that_fits_into_no_memory_ends_the_link() -> None:
+    limits = Limits(max_payload_nbytes=2**62, max_buffer_nbytes=2**62)
+    async with linked("tcp://127.0.0.1:0", limits=limits) as (peer, link):
+        peer.channel.io.sock.send(encode_frame(Setup("test", "x", b""), 2**61, limits=limits))
+        with pytest.raises(TransportBroken, match="no memory for 2305843009213693952 bytes"):
+            await link.recv(timeout=PATIENCE)
+        with pytest.raises(TransportBroken):
+            await link.recv(timeout=PATIENCE)
