@@ -111,13 +111,14 @@ class FanOut:
         """
         own = _served_address(hello)
         serves = own if self._may_be_named(link, own) else None
-        others = self._others_than(hello)
-        named = [address for other, address in others.items() if other in ready]
-        relays = list(dict.fromkeys(each for each in named if each not in (None, own)))
-        count = len(relays) if serves else len(others)
-        if self._most is not None and relays and count >= self._most and hello.follows:
-            why = f"this server has {count} links, and fanout={self._most}"
-            raise SentOn(why, self._next_of(relays))
+        if self._most is not None and hello.follows:
+            others = self._others_than(hello)
+            named = [address for other, address in others.items() if other in ready]
+            relays = list(dict.fromkeys(each for each in named if each not in (None, own)))
+            count = len(relays) if serves else len(others)
+            if relays and count >= self._most:
+                why = f"this server has {count} links, and fanout={self._most}"
+                raise SentOn(why, self._next_of(relays))
 
         def forget() -> None:
             self._admitted.pop(link, None)

@@ -202,7 +202,7 @@ class ServedModel:
             )
         # Workers are sent on to no server that lacks weights which are here.
         linked = self.workers.links.values()
-        ready = [each.transport for each in linked if each.applied or not self.version]
+        ready = {each.transport for each in linked if each.applied or not self.version}
         self.fan_out.admit(link, hello, ready)
 
     def _follow_path(self, path: tuple[bytes, ...]) -> None:

@@ -49,7 +49,7 @@ FOLLOWING = Hello("receiver", "policy", 1, session=b"s" * 16, follows=True)
 
 @contextlib.asynccontextmanager
 async def served(
-    fanout: int, url: str = URL, tls: Any = (None, None), **options: Any
+    fanout: int | None, url: str = URL, tls: Any = (None, None), **options: Any
 ) -> AsyncIterator[tuple[WeightServer, Any]]:
     """A server with this fan-out, and a trainer that has pushed a version to it.
 
@@ -516,6 +516,24 @@ async def test_a_server_that_dials_itself_goes_on_at_the_next_address() -> None:
         await asyncio.sleep(0.5)
         async with served(1, root, token="a" * 32):
             await until(lambda: described(below)["version"] == 1)
+
+
+@pytest.mark.parametrize("fanout", [None, 99])
+async def test_a_link_that_joins_is_compared_with_no_other_one(
+    fanout: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def is_same(one: TCPTransport, other: object) -> bool:
+        compared.append(other)
+        return one is other
+
+    monkeypatch.setattr(TCPTransport, "__eq__", is_same)
+    async with contextlib.AsyncExitStack() as stack:
+        root, _ = await stack.enter_async_context(served(fanout))
+        for _ in range(9):
+            await stack.enter_async_context(claimed(root, free_address()))
+        assert not compared
 
 
 async def test_a_list_with_the_own_address_is_refused() -> None:
