@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from aiosync._repr import text_of
-from aiosync._tasks import TaskOwner, WorkerThread
+from aiosync._tasks import TaskOwner, WorkerThread, running_loop
 from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.receiver.scheme_hooks import SchemeHooks
@@ -154,20 +154,21 @@ class WeightFeed:
 
         Raises:
             ConfigError: Another feed that is running has this gate.
+            LocalProtocolError: No asyncio loop runs here; the call is not counted.
         """
-        if not self._num_starts:
-            other = _running.get(self.gate, lambda: None)()
-            if other not in (None, self) and other._num_starts:
-                raise ConfigError(
-                    "the gate has another feed, and one version: give each feed a gate of its own"
-                )
-            _running[self.gate] = weakref.ref(self)
-        self._num_starts += 1
-        if self._num_starts > 1:
+        if self._num_starts:
+            self._num_starts += 1
             return
+        other = _running.get(self.gate, lambda: None)()
+        if other not in (None, self) and other._num_starts:
+            raise ConfigError(
+                "the gate has another feed, and one version: give each feed a gate of its own"
+            )
+        self._loop = running_loop()
         self._reset()
-        self._loop = asyncio.get_running_loop()
         self.gate.require(self.min_version or 0)
+        # A call that raises is not counted, as its caller owes no aclose().
+        self._num_starts, _running[self.gate] = 1, weakref.ref(self)
         self._tasks.start(self._run(), "aiosync weight feed")
 
     async def aclose(self) -> None:

@@ -522,6 +522,16 @@ async def test_a_gate_has_one_running_feed(address: str) -> None:
         pass
 
 
+async def test_a_start_without_a_loop_does_not_count(address: str) -> None:
+    source, target = models.linear(), models.linear()
+    feed = feed_of(address, model=target)
+    with pytest.raises(aiosync.LocalProtocolError, match="needs an asyncio event loop"):
+        await asyncio.to_thread(feed.start().send, None)
+    assert feed.status.state == "closed"
+    async with feed, trainer(source, address, 1):
+        assert await admitted(feed, timeout=PATIENCE) == 1
+
+
 async def test_a_feed_whose_gate_was_closed_leaves_its_source(address: str) -> None:
     source, target = models.linear(), models.linear()
     faults: list[dict[str, object]] = []
