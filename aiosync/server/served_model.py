@@ -613,19 +613,22 @@ class ServedModel:
         if self._to_write.task is not None:
             await asyncio.wait({self._to_write.task})
 
-    async def aclose(self) -> None:
+    async def finish(self) -> None:
         """Wait until the newest version is on disk or refused, then close every link."""
         # From now on new versions are dropped: a trainer that never pauses must not delay the end.
         self._ending = True
-        try:
-            await self.drain()
-        finally:
-            self._discard_early()
-            if self.trainer is not None:
-                self.trainer.abort()
-            self.workers.end()
-            await self.workers.tasks.aclose()
-            self._updates.close()
+        await self.drain()
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close every link without waiting for the disk. Idempotent."""
+        self._ending = True
+        self._discard_early()
+        if self.trainer is not None:
+            self.trainer.abort()
+        self.workers.end()
+        await self.workers.tasks.aclose()
+        self._updates.close()
 
     def stats(self) -> SyncStats:
         """Return the statistics of this model. Any thread may call it."""

@@ -235,15 +235,17 @@ class WeightServer:
             await self._ended.wait()
             return
         self._closed = True
+        models = self._models.values()
+        for feed in self._feeds:
+            self._tasks.cancel(feed)
         try:
             # No new links. Those that are open stay so until their versions are on disk.
             await self._listener.aclose()
+            await asyncio.gather(*(model.finish() for model in models))
         finally:
-            for feed in self._feeds:
-                self._tasks.cancel(feed)
-            # The rest is closed as well if this call is cancelled.
+            # The models are closed as well if this call is cancelled, also before finish() began.
             try:
-                await asyncio.gather(*(model.aclose() for model in self._models.values()))
+                await asyncio.gather(*(model.aclose() for model in models))
             finally:
                 try:
                     await self._tasks.aclose()
