@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from aiosync._log import log
 from aiosync._repr import in_every_state
-from aiosync._tasks import TaskOwner, in_pool_thread
+from aiosync._tasks import TaskOwner, in_pool_thread, running_loop
 from aiosync._version import __version__
 from aiosync.errors import (
     AiosyncError,
@@ -177,10 +177,12 @@ class WeightServer:
 
         Raises:
             StoreError: A file of the store is damaged, or beyond the limits; nothing is served.
-            LocalProtocolError: Called twice, or :meth:`aclose` was called.
+            LocalProtocolError: Called twice, or :meth:`aclose` was called; or no asyncio loop runs
+                here, and the server may still be started on one.
         """
         if self._closed or self._started:
             raise LocalProtocolError("a WeightServer can be started only once")
+        running_loop()
         self._started, self._started_at = True, time.monotonic()
         try:
             await self._load()

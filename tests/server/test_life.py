@@ -1,4 +1,4 @@
-"""The end of a weight server that does not go as planned."""
+"""The start and the end of a weight server that do not go as planned."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from aiosync.errors import PartialSyncError, PeerClosed
+from aiosync.errors import LocalProtocolError, PartialSyncError, PeerClosed
 from aiosync.server import WeightServer
 from tests.schemes._harness import PATIENCE, until
-from tests.server._tools import URL, trainer, worker
+from tests.server._tools import URL, described, send, trainer, worker
 from tests.server.test_server import SlowStore, address
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+
+async def test_a_start_without_a_loop_may_be_made_up_for() -> None:
+    server = WeightServer(URL)
+    with pytest.raises(LocalProtocolError, match="needs an asyncio event loop"):
+        await asyncio.to_thread(server.start().send, None)
+    async with server, trainer(server) as source:
+        await send(source, 1.0)
+        assert described(server)["version"] == 1
 
 
 @pytest.mark.parametrize("has_stranger", [False, True])
