@@ -180,6 +180,18 @@ def test_the_hooks_of_an_update() -> None:
     assert calls.count("first") == 3
 
 
+def test_a_push_of_its_own_ends_with_the_hooks() -> None:
+    class Pushes(Recorder):
+        def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+            self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+            self._call_post_hooks()
+
+    updater, calls = Pushes([0]), list[int]()
+    updater.register_post_hook(lambda: calls.append(len(updater.sent)))
+    updater({"w": torch.zeros(1)})
+    assert calls == [1]
+
+
 def test_vanilla_copies_all_or_nothing() -> None:
     policy, source = nn.Linear(2, 2), nn.Linear(2, 2)
     updater = legacy.VanillaWeightUpdater.from_policy(policy)

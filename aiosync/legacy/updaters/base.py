@@ -139,8 +139,7 @@ class WeightUpdaterBase(abc.ABC):
             Exception: Any error of the hooks. The post hooks are not called then.
         """
         self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
-        for hook in list(self.post_hooks):
-            hook()
+        self._call_post_hooks()
 
     def __call__(
         self, policy_or_weights: Any = None, worker_ids: Any = None, **options: Any
@@ -241,6 +240,11 @@ class WeightUpdaterBase(abc.ABC):
             hook: Function without arguments. The update raises its errors.
         """
         self.post_hooks.append(hook)
+
+    def _call_post_hooks(self) -> None:
+        """Call the post hooks; a :meth:`push_weights` of a subclass ends with it."""
+        for hook in list(self.post_hooks):
+            hook()
 
 
 class AtOnceWeightUpdater(WeightUpdaterBase):
