@@ -336,6 +336,34 @@ def refused_by_rpc() -> None:
     updater.shutdown()
 
 
+class Halves(legacy.RPCWeightUpdater):
+    """Updater whose hook skips worker 0, and sends half of the weights to the others."""
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        if worker_id:
+            halves = server_weights.apply(lambda each: each / 2)
+            super()._sync_weights_with_worker(worker_id=worker_id, server_weights=halves)
+
+
+def overridden() -> None:
+    from torch.distributed import rpc as calls
+
+    start_rpc()
+    collectors = [Actor(), Actor(), Actor()]
+    updater = Halves(collector_rrefs=[calls.RRef(each) for each in collectors], timeout=20.0)
+    collectors[1].policy = None
+    weights = TensorDict.from_module(policy_of(4.0)).data
+    # Worker 1 refuses its receiver; worker 2, which comes after it, has the weights.
+    error, _ = raised(updater, weights)
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert (set(error.acked), set(error.failed)) == ({2}, {1})
+    assert collectors[2].value() == 2.0
+    collectors[1].policy = policy_of(1.0)
+    updater(weights)
+    assert [each.value() for each in collectors] == [0.0, 2.0, 2.0]
+    updater.shutdown()
+
+
 def ray() -> None:
     cluster = start_cluster()
     policy = policy_of(1.0)

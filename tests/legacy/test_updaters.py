@@ -110,6 +110,11 @@ def test_a_worker_that_refuses_its_receiver_keeps_no_weights_from_the_others() -
 
 
 @needs_torchrl
+def test_an_overridden_hook_chooses_what_a_worker_gets() -> None:
+    run("overridden")
+
+
+@needs_torchrl
 @needs_ray
 # A cluster has to start for each.
 @pytest.mark.parametrize("name", ["unreachable", "busy", "busy_beside_another", "two_busy"])
@@ -190,6 +195,46 @@ def test_a_push_of_its_own_ends_with_the_hooks() -> None:
     updater.register_post_hook(lambda: calls.append(len(updater.sent)))
     updater({"w": torch.zeros(1)})
     assert calls == [1]
+
+
+AT_ONCE: list[tuple[Any, dict[str, Any]]] = [
+    (
+        legacy.MultiProcessedWeightUpdater,
+        {"get_server_weights": None, "policy_weights": {0: None, 1: None}},
+    ),
+    (legacy.RPCWeightUpdater, {"collector_rrefs": [None, None]}),
+    (legacy.RayWeightUpdater, {"remote_collectors": [None, None]}),
+    (legacy.DistributedWeightUpdater, {"policy_weights": {}, "num_workers": 2}),
+]
+
+
+@pytest.mark.parametrize(("cls", "arguments"), AT_ONCE)
+def test_an_overridden_hook_sends_to_each_worker(cls: Any, arguments: dict[str, Any]) -> None:
+    sent: list[Any] = []
+
+    class Own(cls):  # type: ignore[misc]
+        def _sync_weights_with_worker(self, worker_id: Any, server_weights: Any) -> None:
+            sent.append((worker_id, server_weights))
+
+    weights = {"w": torch.zeros(1)}
+    Own(**arguments)(weights)
+    assert sent == [(0, weights), (1, weights)]
+
+
+def test_a_worker_that_an_overridden_hook_misses_keeps_no_weights_from_the_others() -> None:
+    lost = aiosync.PeerClosed("gone")
+
+    class Own(legacy.RPCWeightUpdater):
+        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+            sent.append(worker_id)
+            if worker_id < 2:
+                raise aiosync.PartialSyncError(failed={worker_id: lost})
+
+    sent: list[int] = []
+    with pytest.raises(aiosync.PartialSyncError) as caught:
+        Own(collector_rrefs=[None] * 3)({"w": torch.zeros(1)})
+    assert sent == [0, 1, 2]
+    assert caught.value.failed == {0: lost, 1: lost}
 
 
 def test_vanilla_copies_all_or_nothing() -> None:

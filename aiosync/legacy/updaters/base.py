@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError, PartialSyncError
 from aiosync.protocol import finite_or_none, validate_seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
@@ -250,6 +250,9 @@ class WeightUpdaterBase(abc.ABC):
 class AtOnceWeightUpdater(WeightUpdaterBase):
     """Base class of updaters that send to all workers at the same time.
 
+    If a subclass overrides :meth:`_sync_weights_with_worker`, an update calls it for one worker
+    after the other, and ``timeout`` counts for each of them.
+
     Args:
         timeout: Seconds for each update; ``None`` waits for ever.
 
@@ -262,6 +265,7 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
     def __init__(self, timeout: float | None) -> None:
         validate_seconds("timeout", timeout, endless=True, none=True)
         self.timeout: float | None = finite_or_none(timeout)
+        self._reached: set[int] = set()  # workers that calls of the hook have sent to
 
     def register_collector(self, collector: Any) -> None:
         """Remember the collector, by a weak reference.
@@ -277,12 +281,31 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
         super().register_collector(collector)
 
     @abc.abstractmethod
-    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
-        """Send the weights to these workers."""
+    def _send_at_once(self, weights: Any, worker_ids: list[Any]) -> None:
+        """Send the weights to these workers at the same time."""
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        """Send to one worker, for code that calls this hook of TorchRL's itself."""
-        self._sync_workers(server_weights, [worker_id])
+        """Send to one worker, for an override of this hook, or code that calls it itself."""
+        self._send_at_once(server_weights, [worker_id])
+        self._reached.update(self._indices([worker_id]))
+
+    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
+        """Send to these workers at the same time, or let an overridden hook send to each."""
+        hook = getattr(self._sync_weights_with_worker, "__func__", None)
+        if hook is AtOnceWeightUpdater._sync_weights_with_worker:
+            self._send_at_once(weights, worker_ids)
+            return
+        self._reached.clear()
+        failed: dict[int, AiosyncError] = {}
+        for worker_id in worker_ids:
+            # A worker that fails must not keep the weights from the workers after it.
+            try:
+                self._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
+            except PartialSyncError as exc:
+                self._reached |= exc.acked
+                failed.update(exc.failed)
+        if failed:
+            raise PartialSyncError(acked=self._reached, failed=failed)
 
     def _known(self, name: str, value: Any = None) -> Any:
         """Return a value; if it is ``None``, return the collector's attribute ``name``.

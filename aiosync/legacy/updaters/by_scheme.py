@@ -155,7 +155,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             return weights
         return self._known("policy", getattr(self.collector, "_fallback_policy", None))
 
-    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
+    def _send_at_once(self, weights: Any, worker_ids: list[Any]) -> None:
         """Connect these workers if need be, and send them the weights, or else the policy's."""
         self._check_open()
         weights = self._given_or_known(weights)

@@ -274,7 +274,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
                 "DistributedWeightUpdater: use weight_sync_schemes= instead"
             )
 
-    def _sync_workers(self, weights: Any, worker_ids: list[int]) -> None:
+    def _send_at_once(self, weights: Any, worker_ids: list[int]) -> None:
         self._refuse_policy_factories()
         # Workers receive all tensors of their policy, in TorchRL's order. So the weights, which may
         # be a part or have another order, are first copied into a snapshot of all tensors.
