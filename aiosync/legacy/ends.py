@@ -448,7 +448,7 @@ class WeightReceiver(OfScheme):
         """Let a transport that needs a handshake meet the trainer, and apply its first weights."""
         if isinstance(self._transport, Backend):
             idx = self._scheme.worker_idx if worker_idx is None else worker_idx
-            weights = self._transport.meet_trainer(idx or 0)
+            weights = self._transport.meet_trainer(idx)
             if weights is not None:
                 self._put(weights)
 

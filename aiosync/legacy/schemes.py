@@ -19,6 +19,7 @@ import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
+from aiosync.legacy.aliases import alias, register_workers
 from aiosync.legacy.background import receive_in_background
 from aiosync.legacy.ends import WeightReceiver, WeightSender
 from aiosync.legacy.transports import (
@@ -675,6 +676,14 @@ class WeightSyncScheme(SchemeOptions):
         """Transport of this worker; without one, the link of aiosync."""
         own = None if self._receiver is None else self._receiver.transports.get(0)
         return self._scheme.receiver_transport if own is None else own
+
+    # Names of TorchRL's, which hooks of users' schemes read and assign.
+    _model_id: Any = alias("model_id", model_id.fset)
+    _worker_idx = worker_idx
+    _initialized_on_sender: Any = alias("initialized_on_sender")
+    _initialized_on_receiver: Any = alias("initialized_on_receiver")
+    _sender_transports: Any = alias("sender_transports", register_workers)
+    _receiver_transport: Any = alias("receiver_transport", _register_transport_receiver)
 
     @property
     def shared_transport(self) -> Any:

@@ -250,8 +250,10 @@ class Backend:
         if hasattr(self.inner, _MEETS_WORKER):
             self.inner.setup_connection_and_weights_on_sender()
 
-    def meet_trainer(self, worker_idx: int) -> Any:
+    def meet_trainer(self, worker_idx: int | None) -> Any:
         """Let the transport meet the trainer, if it has a handshake.
+
+        Without an index the handshake gets ``None``, as in TorchRL: 0 is another worker's.
 
         Returns:
             The initial weights, or ``None``.

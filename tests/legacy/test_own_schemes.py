@@ -452,6 +452,59 @@ def test_the_setters_that_torchrl_has() -> None:
         assert (scheme.strategy_str, other.worker_idx) == ("state_dict", 3)
 
 
+class Introduced(QueueTransport):
+    """Transport with a handshake that keeps the index that it is given."""
+
+    met: Any = "nobody"
+
+    def setup_connection_and_weights_on_receiver(self, *, worker_idx: Any, **others: Any) -> None:
+        self.met = worker_idx
+
+
+class Private(QueueScheme):
+    """Scheme whose hooks use the private names of TorchRL's base class, as TorchRL's own do."""
+
+    def _init_on_sender_impl(self, *, model_id: str, model: Any) -> None:  # type: ignore[override]
+        self._model_id, self._sender_transports = model_id, {0: QueueTransport(*self.ends[0])}
+        self.model = model
+
+    def _init_on_receiver_impl(  # type: ignore[override]
+        self, model_id: str, context: Any = None, *, worker_idx: int | None, model: Any
+    ) -> None:
+        self._receiver_transport = Introduced(*self.ends[0])
+        self._model_id, self._worker_idx, self.model = model_id, worker_idx, model
+
+    def reset(self) -> None:
+        """Forget the roles, as a copy of one of TorchRL's schemes does."""
+        self._initialized_on_sender = self._initialized_on_receiver = False
+        self._sender_transports = self._receiver_transport = None
+        self._model_id = self._worker_idx = None
+
+    def names(self) -> tuple[Any, ...]:
+        transport = self._receiver_transport
+        roles = (self._initialized_on_sender, self._initialized_on_receiver)
+        return (self._model_id, self._worker_idx, *self._sender_transports, type(transport), *roles)
+
+
+@pytest.mark.parametrize("idx", [None, 0, 3])
+def test_the_private_names_that_torchrl_has(idx: int | None) -> None:
+    ends = queues()
+    model = tools.filled(0.0)
+    with Private(ends) as scheme, Private(ends) as other:
+        for each in (scheme, other):
+            each.reset()
+            assert each.names() == (None, None, type(None), False, False)
+        scheme.init_on_sender(model_id="policy", model=tools.filled(1.0))
+        other.init_on_receiver(model_id="policy", worker_idx=idx, model=model)
+        other.connect()
+        assert scheme.names() == ("policy", None, 0, type(None), True, False)
+        assert other.names() == ("policy", idx, Introduced, False, True)
+        assert (other.worker_idx, other.receiver_transport.met) == (idx, idx)
+        with tools.threads(scheme.send):
+            assert other.receive(tools.PATIENCE)
+        assert tools.value_of(model) == 1.0
+
+
 @BOTH
 def test_schemes_with_pipes_have_them_as_well(make: Any) -> None:
     mine, theirs = multiprocessing.Pipe()
