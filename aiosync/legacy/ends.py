@@ -363,14 +363,18 @@ class WeightReceiver(OfScheme):
         Raises:
             ConfigError: The owner has been garbage collected (a ``ValueError``).
         """
-        context = self._given.context
-        if context is None and self._given.context_ref is not None:
+        if self._lost_context:
             raise ConfigError("Context has been garbage collected")
-        return context
+        return self._given.context
 
     @context.setter
     def context(self, value: Any) -> None:
         self._given.context = value
+
+    @property
+    def _lost_context(self) -> bool:
+        """True if the owner of the model has been garbage collected."""
+        return self._given.context_ref is not None and self._given.context is None
 
     def register_model(self, model: Any) -> None:
         """Set the model that weights are applied to.
@@ -407,15 +411,18 @@ class WeightReceiver(OfScheme):
 
     def _find_model(self) -> Any:
         """Return the registered model, or that of the context; ``None`` if there is none yet."""
-        context, model = self.context, self._given.model
+        model = self._given.model
+        if model is not None and not isinstance(model, str):
+            return model
+        context = self.context
         if isinstance(model, str):
             if context is None:
                 raise ConfigError("Context is required to resolve string references")
             return resolve_path(context, model)
-        if model is None and context is not None:
+        if context is not None:
             with contextlib.suppress(AttributeError):  # the context may not have the model yet
                 return resolve_model(context, self._scheme.model_id or "policy")
-        return model
+        return None
 
     # -- the link ------------------------------------------------------------------------------
 
@@ -505,7 +512,9 @@ class WeightReceiver(OfScheme):
         transport = self._transport
         if transport is None:
             raise LocalProtocolError("there is no transport: call register_worker_transport()")
-        self._begin_to_follow()
+        # With a lost context this would raise, and leave the trainer without an answer.
+        if not self._lost_context:
+            self._begin_to_follow()
         if isinstance(transport, MPTransport):
             if not self._follows:
                 self._guard.refuse_inside_read("receive")
@@ -531,7 +540,8 @@ class WeightReceiver(OfScheme):
 
     def _pass_on(self, weights: Any) -> None:
         """Let the context pass weights on, as TorchRL's collectors do to collectors below them."""
-        context, model_id = self.context, self._scheme.model_id or "policy"
+        # A given model needs no context: without it there is just no collector below.
+        context, model_id = self._given.context, self._scheme.model_id or "policy"
         if not hasattr(context, "update_policy_weights_"):
             return
         with contextlib.suppress(AttributeError, TypeError, ValueError):
@@ -634,8 +644,9 @@ class WeightReceiver(OfScheme):
         """
         if not await end.until(lambda: end.arrived, timeout):
             return False
-        if not self._follows and self._find() is None:
-            # The update stays for a later call.
+        # Without a model yet, the update stays for a later call. A lost context does not come
+        # back: the trainer gets the error of _change() as the answer, unless a model was given.
+        if not (self._follows or self._lost_context) and self._find() is None:
             raise ConfigError("No model registered")
         arrived, wanted = end.arrived[0], self._given.model_id
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -149,6 +150,19 @@ def test_a_context_is_not_told_of_a_model_of_its_own() -> None:
         with tools.threads(scheme.send):
             assert other.receive(tools.PATIENCE)
         assert (tools.value_of(owner.critic), owner.passed_on) == (1.0, [])
+
+
+def test_a_model_that_was_given_needs_no_context() -> None:
+    ends = queues()
+    owner, model = Owner(tools.filled(0.0)), tools.filled(0.0)
+    with QueueScheme(ends) as scheme, QueueScheme(ends) as other:
+        scheme.init_on_sender(model_id="policy", model=tools.filled(1.0))
+        other.init_on_receiver(model_id="policy", context=owner, model=model)
+        del owner
+        gc.collect()
+        with tools.threads(scheme.send):
+            assert other.receive(tools.PATIENCE)
+        assert tools.value_of(model) == 1.0
 
 
 def test_what_does_not_fit_is_told_to_both() -> None:

@@ -288,6 +288,36 @@ def test_a_context_that_goes_is_told_to_both_sides() -> None:
             other.get_receiver().receive(timeout=tools.PATIENCE)
 
 
+@BOTH
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_context_that_goes_is_the_answer_to_an_update(make: Any, has_model: bool) -> None:
+    mine, theirs = Pipe()
+    context = workers.OldContext(tools.filled(0.0) if has_model else None)
+    with make() as scheme, make() as other:
+        scheme.init_on_sender(model_id="policy", pipes=[mine])
+        other.init_on_worker(model_id="policy", pipe=theirs, context=context)
+        del context
+        gc.collect()
+        scheme.get_sender().send_async(td())
+        with pytest.raises(aiosync.ConfigError, match="garbage"):
+            other.get_receiver().receive(timeout=tools.PATIENCE)
+        with pytest.raises(aiosync.PartialSyncError, match="garbage"):
+            scheme.get_sender().wait_async()
+
+
+@BOTH
+def test_a_model_that_was_given_needs_no_context(make: Any) -> None:
+    mine, theirs = Pipe()
+    context, model = workers.OldContext(None), tools.filled(0.0)
+    with make() as scheme, make() as other:
+        scheme.init_on_sender(model_id="policy", pipes=[mine])
+        other.init_on_worker(model_id="policy", pipe=theirs, model=model, context=context)
+        del context
+        gc.collect()
+        workers.deliver(scheme.get_sender(), other.get_receiver(), td())
+        assert tools.value_of(model) == 1.0
+
+
 @pytest.mark.parametrize(
     ("counted", "given", "count"),
     [
