@@ -40,7 +40,7 @@ from aiosync.transports.byte_stream import ByteStream
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Setup, Update
 
-__all__ = ["PROCESS", "Copier", "Endpoint", "Weights"]
+__all__ = ["PROCESS", "Copier", "Endpoint", "Weights", "clone_tensors"]
 
 _T = TypeVar("_T")
 
@@ -101,6 +101,16 @@ class Copier:
         form = "tensordict" if is_tensordict(weights) else "state_dict"
         values, give_back = copy.deepcopy(prepared.values), self._buffers.put_back
         return Weights(form, prepared.layout, flat, values, functools.partial(give_back, flat))
+
+
+def clone_tensors(weights: Any) -> Any:
+    """Return weights with a copy of each tensor, on any level; other values stay the same.
+
+    Unlike a :class:`Copier`, it keeps the devices and the form.
+    """
+    if isinstance(weights, Mapping) and not is_tensordict(weights):
+        return {name: clone_tensors(value) for name, value in weights.items()}
+    return weights.detach().clone() if hasattr(weights, "detach") else weights
 
 
 class Endpoint:

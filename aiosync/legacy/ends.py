@@ -22,7 +22,7 @@ from aiosync.errors import (
     ManifestMismatch,
     SyncTimeout,
 )
-from aiosync.legacy.endpoint import Copier, Endpoint, Weights
+from aiosync.legacy.endpoint import Copier, Endpoint, Weights, clone_tensors
 from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.schemes.internal import life_of
@@ -210,7 +210,11 @@ class WeightSender(OfScheme):
                 raise LocalProtocolError(
                     f"transport of type {type(transport)} does not support async send"
                 )
-        self._pending = self._start(self._prepare(weights), chosen)
+        prepared = self._prepare(weights)
+        if not all(getattr(each, "_takes_snapshot", False) for each in chosen.values()):
+            # A user's transport may read the weights after this call, as queues do.
+            prepared = clone_tensors(prepared)
+        self._pending = self._start(prepared, chosen)
 
     def wait_async(self) -> None:
         """Wait for the pending :meth:`send_async`.

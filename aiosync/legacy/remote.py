@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from aiosync.errors import AckTimeout, ApplyError, ConfigError, PeerClosed
+from aiosync.legacy.endpoint import clone_tensors
 from aiosync.legacy.transports import Answered, Finish
 from aiosync.protocol import finite_or_none
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors.values import is_tensordict
 from aiosync.transports.ray import error_of_cluster, need_cluster
 
 __all__ = [
@@ -54,6 +53,11 @@ class RayTransport(Answered):
             )
         self._actor = remote_collector
         self.tensor_transport = tensor_transport
+
+    @property
+    def _takes_snapshot(self) -> bool:
+        """True if Ray copies the weights; NIXL reads the tensors themselves, some time later."""
+        return self.tensor_transport == "object_store"
 
     def begin(self, model_id: str, weights: Any) -> Finish:
         """Put the weights into Ray and call the actor; see :class:`Answered`."""
@@ -168,7 +172,7 @@ class RPCTransport(Answered):
         limit = finite_or_none(self.timeout) or 0.0  # RPC waits for ever with a timeout of zero
         remote = self.collector_rref.rpc_async(timeout=limit)
         # The weights are copied, because RPC reads the memory of the tensors some time later.
-        sent = remote.update_policy_weights_(_copied(weights), **_arguments_of(model_id))
+        sent = remote.update_policy_weights_(clone_tensors(weights), **_arguments_of(model_id))
         return functools.partial(finish_rpc_call, sent)
 
     def check_connection(self) -> bool:
@@ -202,10 +206,3 @@ def finish_rpc_call(sent: Any, timeout: float | None = None) -> None:
 def _arguments_of(model_id: str) -> dict[str, str]:
     """Return the keyword argument that names a model; none for the default model."""
     return {} if model_id == "policy" else {"model_id": model_id}
-
-
-def _copied(weights: Any) -> Any:
-    """Return weights with a copy of each tensor, on any level; other values stay the same."""
-    if isinstance(weights, Mapping) and not is_tensordict(weights):
-        return {name: _copied(value) for name, value in weights.items()}
-    return weights.detach().clone() if hasattr(weights, "detach") else weights

@@ -27,7 +27,7 @@ from aiosync.errors import (
     TransportBroken,
     TransportClosed,
 )
-from aiosync.legacy.endpoint import PROCESS, Copier, Endpoint, Weights
+from aiosync.legacy.endpoint import PROCESS, Copier, Endpoint, Weights, clone_tensors
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors.values import is_tensordict
@@ -87,6 +87,11 @@ class Answered(abc.ABC):
         self.timeout = timeout
         self._pending: deque[Finish] = deque()
 
+    @property
+    def _takes_snapshot(self) -> bool:
+        """True if the weights may change as soon as :meth:`begin` has returned."""
+        return True
+
     @abc.abstractmethod
     def begin(self, model_id: str, weights: Any) -> Finish:
         """Copy weights and begin to send them; return a function that waits for the answer."""
@@ -110,7 +115,8 @@ class Answered(abc.ABC):
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Copy weights and send them in the background; :meth:`wait_ack` waits for the answer."""
-        self._pending.append(self.begin(model_id, weights))
+        snapshot = weights if self._takes_snapshot else clone_tensors(weights)
+        self._pending.append(self.begin(model_id, snapshot))
 
     def wait_ack(self, timeout: float | None = None) -> None:
         """Wait for the answer to the oldest :meth:`send_weights_async`.

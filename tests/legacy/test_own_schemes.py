@@ -251,6 +251,46 @@ def test_a_transport_that_only_sends(kind: Any, log: list[Any]) -> None:
         assert found == log
 
 
+class Late:
+    """Transport that reads the weights some time after it was given them, as queues do."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def send_weights_async(self, weights: Any) -> None:
+        self.weights = weights
+
+    def wait_ack(self) -> None:
+        self.log.append((type(self.weights), self.weights["weight"].unique().tolist()))
+
+
+class LateNamed(Late):
+    """Transport like that, of the older generation."""
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:  # type: ignore[override]
+        self.weights = weights
+
+
+@pytest.mark.parametrize("kind", [Late, LateNamed])
+@pytest.mark.parametrize(("strategy", "form"), [("tensordict", TensorDict), ("state_dict", dict)])
+def test_an_async_send_takes_a_snapshot_for_any_transport(
+    kind: Any, strategy: Any, form: Any
+) -> None:
+    class Mine(legacy.WeightSyncScheme):
+        def create_transport(self, pipe_or_context: Any) -> Any:
+            return kind(pipe_or_context)
+
+    found: list[Any] = []
+    trained = tools.filled(1.0)
+    with Mine(strategy) as scheme:
+        scheme.init_on_sender(model_id="policy", pipes=[found], model=trained)
+        sender = scheme.get_sender()
+        sender.send_async()
+        tools.fill(trained, 2.0)
+        sender.wait_async()
+        assert found == [(form, [1.0])]
+
+
 class Arrays(QueueTransport):
     """Transport of arrays: for tensors, torch would start a server in this process."""
 

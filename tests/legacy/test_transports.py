@@ -302,6 +302,24 @@ def test_ray_calls_the_actors() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("way", ["object_store", "nixl"])
+def test_an_async_send_takes_a_snapshot_where_ray_takes_none(way: Any) -> None:
+    begun: list[Any] = []
+
+    class Late(legacy.RayTransport):
+        def begin(self, model_id: str, weights: Any) -> Any:
+            begun.append(weights)
+            return lambda timeout: None
+
+    transport, weights = Late(object(), way), _td(1.0)
+    transport.send_weights_async("policy", weights)
+    transport.wait_ack()
+    # Ray copies into its object store by itself.
+    assert (begun[0] is weights) == (way == "object_store")
+    weights.zero_()
+    assert float(begun[0]["weight"][0]) == (way == "nixl")
+
+
 def test_arguments_of_remote_transports() -> None:
     workers.refuses(
         (ValueError, "carrier", lambda: legacy.RayTransport(None, "carrier pigeon")),  # type: ignore[arg-type]
