@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from aiosync._repr import text_of
 from aiosync.errors import ConfigError, LocalProtocolError, ManifestMismatch
 from aiosync.integrations.vllm._clients import HTTPClient, LLMClient, VLLMWeightSyncClient
 from aiosync.integrations.vllm._trainer import AiosyncTrainerEngine, AiosyncTrainerInitInfo
@@ -124,7 +126,10 @@ class VLLMWeightSender:
         self._model = model
 
     def register_collector(self, collector: Any) -> None:
-        """Add a collector; each successful update calls its ``increment_version()``."""
+        """Add a collector; each successful update calls its ``increment_version()``.
+
+        An error of that method is a warning, because the engines have the update already.
+        """
         self._collectors.append(collector)
 
     def init_all_workers_group(
@@ -172,8 +177,15 @@ class VLLMWeightSender:
         if missing := [name for name in self._names if name not in found]:
             raise ManifestMismatch(missing=missing, hint="The metadata has these names.")
         self._engine.send_weights({name: found[name] for name in self._names})
+        failed = []
         for collector in self._collectors:
-            collector.increment_version()
+            try:
+                collector.increment_version()
+            except Exception as exc:  # noqa: BLE001 - becomes a warning: the engines have switched
+                failed.append(f"{type(collector).__name__}: {type(exc).__name__}: {text_of(exc)}")
+        if failed:
+            text = f"the engines have the update, but increment_version() failed: {failed}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def shutdown(self) -> None:
         """Disconnect from the engines, which go on with their weights. Idempotent, bounded."""

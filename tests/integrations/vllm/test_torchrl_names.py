@@ -101,6 +101,26 @@ def test_a_program_of_torchrl(offline: dict[str, Any], server: Server, strategy:
         sender.update_weights()
 
 
+class Broken(Counter):
+    """Collector whose version cannot be counted."""
+
+    def increment_version(self) -> None:
+        raise ValueError("no such environment")
+
+
+def test_a_collector_that_cannot_count_keeps_no_other_from_it() -> None:
+    # Another rank than the first takes part in an update without an engine.
+    sender = VLLMWeightSyncScheme(rank=1, pause=None).create_sender()
+    sender.init_all_workers_group(get_model_metadata(make_model(A)), HTTPClient("http://[::1]:9"))
+    last = Counter()
+    for collector in (Broken(), last):
+        sender.register_collector(collector)
+    with pytest.warns(RuntimeWarning, match="Broken: ValueError: no such environment"):
+        sender.update_weights(A)
+    assert last.version == 1
+    sender.shutdown()
+
+
 def test_an_engine_of_the_trainers_process(offline: dict[str, Any]) -> None:
     """The program of the offline engine passes its ``vllm.LLM``."""
     assert offline["torchrl"]["after"] == offline["schemes"]["shm"]["after"]
