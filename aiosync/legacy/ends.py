@@ -280,8 +280,15 @@ class WeightSender(OfScheme):
                 )
             weights = self._copier.copy(weights)  # one copy for all transports
         sending = Deliveries()
-        for idx, transport in chosen.items():
-            sending.begin(idx, functools.partial(_begin, transport, model_id, weights))
+        try:
+            for idx, transport in chosen.items():
+                sending.begin(idx, functools.partial(_begin, transport, model_id, weights))
+        except Exception:
+            # The next send would take the answers of users' transports to this one for its own.
+            for idx in sending.pending.copy():
+                if not isinstance(chosen[idx], Answered):
+                    sending.finish(idx, None)
+            raise
         return sending
 
     def _wait(self, sending: Deliveries) -> None:

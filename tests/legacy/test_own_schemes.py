@@ -251,6 +251,41 @@ def test_a_transport_that_only_sends(kind: Any, log: list[Any]) -> None:
         assert found == log
 
 
+class Slips(SendsLater):
+    """Transport that raises an error where it was told to."""
+
+    error: Exception = KeyError("no such worker")
+    at_ack = False
+
+    def send_weights_async(self, weights: Any, model_id: str = "policy") -> None:
+        if not self.at_ack:
+            raise self.error
+
+    def wait_ack(self) -> None:
+        raise self.error
+
+
+class OfTransports(legacy.WeightSyncScheme):
+    """Scheme that is given its transports."""
+
+    def create_transport(self, pipe_or_context: Any) -> Any:
+        return pipe_or_context
+
+
+@pytest.mark.parametrize("name", ["send", "send_async"])
+def test_a_send_that_one_transport_refuses_leaves_no_answer_of_another(name: str) -> None:
+    log: list[Any] = []
+    with OfTransports("tensordict") as scheme:
+        pipes = [SendsLater(log), Slips(log)]
+        scheme.init_on_sender(model_id="policy", pipes=pipes, model=tools.filled(1.0))
+        with pytest.raises(KeyError, match="no such worker"):
+            getattr(scheme.get_sender(), name)()
+        assert log == [([1.0], "policy"), "acked"]
+        # Worker 0 can be sent to again.
+        scheme.send(worker_ids=0)
+        assert log[2:] == log[:2]
+
+
 class Late:
     """Transport that reads the weights some time after it was given them, as queues do."""
 
