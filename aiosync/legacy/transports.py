@@ -183,9 +183,12 @@ class Deliveries:
     def _fail(self, idx: int, error: Exception) -> None:
         """Keep the error of a worker, for :meth:`raise_failures`; of a refusal only the cause."""
         cause = error.__cause__ if isinstance(error.__cause__, ApplyError) else error
-        # Users' transports may raise errors of any type, which PartialSyncError cannot hold.
-        known = cause if isinstance(cause, AiosyncError) else TransportBroken(repr(cause))
-        self.failed[idx] = known
+        if not isinstance(cause, AiosyncError):
+            # Users' transports may raise errors of any type, which PartialSyncError cannot hold.
+            known = TransportBroken(repr(cause))
+            known.__cause__ = cause
+            cause = known
+        self.failed[idx] = cause
 
     def finish_all(self, timeout: float | None) -> None:
         """Wait for the answers of all workers."""

@@ -286,6 +286,17 @@ def test_a_send_that_one_transport_refuses_leaves_no_answer_of_another(name: str
         assert log[2:] == log[:2]
 
 
+@pytest.mark.parametrize("at_ack", [False, True])
+def test_an_error_of_a_transport_is_the_cause(at_ack: bool) -> None:
+    slips = Slips([])
+    slips.error, slips.at_ack = ValueError("a broken cable"), at_ack
+    with OfTransports("tensordict") as scheme:
+        scheme.init_on_sender(model_id="policy", pipes=[slips], model=tools.filled(1.0))
+        with pytest.raises(aiosync.PartialSyncError, match="a broken cable") as caught:
+            scheme.send()
+    assert caught.value.failed[0].__cause__ is slips.error
+
+
 class Late:
     """Transport that reads the weights some time after it was given them, as queues do."""
 
