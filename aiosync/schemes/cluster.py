@@ -229,13 +229,18 @@ class ClusterFabric(StreamFabric[_Scheme]):
         self._same_host.arena = arena = Arena()
         return arena
 
+    def limits(self, scheme: _Scheme) -> Limits | None:
+        """Return the limits that receivers are expected to have: those of this side."""
+        # Links to workers of this host take more than streams do, unless the user limits both.
+        return scheme.limits if self._same_host is not None else super().limits(scheme)
+
     # -- the sender ------------------------------------------------------------------------------
 
     def open_listener(self, scheme: _Scheme, address: Address) -> None:
         """Bind an address for all workers, and beside it a socket for those of this host."""
         super().open_listener(scheme, address)
         if scheme.shared_memory:
-            # If the socket's name is taken, the workers of this host come over TCP.
+            # If the socket's name is taken, or no descriptor is left, workers of this host use TCP.
             with contextlib.suppress(ConfigError):
                 self._same_host = SameHost(
                     Address.parse(self.url),

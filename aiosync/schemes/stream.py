@@ -95,7 +95,7 @@ class StreamFabric(Fabric[_Scheme]):
 
     def limits(self, scheme: _Scheme) -> Limits | None:
         """Return the limits that receivers are expected to have: those of this side."""
-        return scheme.limits
+        return scheme.limits or Limits()
 
     @abc.abstractmethod
     def link(self, scheme: _Scheme, sock: socket.socket, name: str) -> Transport:

@@ -8,6 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import errno
+import functools
+import mmap
+import os
 import threading
 import time
 from typing import Any
@@ -520,3 +524,38 @@ async def test_a_quorum_that_naming_alone_meets_ends_the_send() -> None:
             targets[0](torch.ones(4))
         report = await asyncio.wait_for(scheme.send(), PATIENCE / 4)
         assert (report.acked, report.waiting) == ({first.worker_idx}, {second.worker_idx})
+
+
+def _cluster(**options: Any) -> aiosync.DistributedWeightSyncScheme:
+    return aiosync.DistributedWeightSyncScheme(address="tcp://127.0.0.1:0", **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (aiosync.TCPWeightSyncScheme, f"at most {2**36} are allowed"),
+        (functools.partial(_cluster, shared_memory=False), f"at most {2**36} are allowed"),
+        # Workers of the same host could take them, if there was enough memory.
+        (_cluster, "no room"),
+    ],
+)
+async def test_weights_that_no_link_carries_are_refused_before_they_are_copied(
+    make: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = make(timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", weights=weights(1.0))
+    async with scheme:
+        await scheme.connect()
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "posix_fallocate"), (mmap, "mmap")):
+                patch.setattr(module, name, functools.partial(_allocate, getattr(module, name)))
+            with pytest.raises(aiosync.ConfigError, match=text):
+                await scheme.send({"w": torch.empty(1, dtype=torch.uint8).expand(2**36 + 64)})
+        await scheme.send()
+
+
+def _allocate(real: Any, *args: Any, **options: Any) -> Any:
+    """Allocate memory with ``real``, as on a host that has less than 64 GiB."""
+    if max(each for each in args if isinstance(each, int)) > 2**36:
+        raise OSError(errno.ENOMEM, "no room")
+    return real(*args, **options)
