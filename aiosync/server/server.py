@@ -40,7 +40,7 @@ from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import DEFAULT_LIMITS, MAX_STREAMS, Hello, stats_values
+from aiosync.wire import MAX_STREAMS, Hello, stats_values
 
 __all__ = ["WeightServer", "count_refusals"]
 
@@ -131,7 +131,7 @@ class WeightServer:
         if store is not None:
             # The store has the same limits, so that every version that a peer may push can be
             # loaded again.
-            self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS, deltas=store_deltas)
+            self._store = WeightStore(store, limits=limits or Limits(), deltas=store_deltas)
         self._fanout = None if fanout is None else as_count("fanout", fanout, 1)
         self._advertise = None if advertise is None else check_advertised(advertise)
         if upstream is None and (upstream_token, upstream_tls, advertise) != (None, None, None):

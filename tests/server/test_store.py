@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import fcntl
 import json
@@ -309,6 +310,16 @@ async def test_headers_that_no_worker_could_get_are_refused(large: str, tmp_path
         WeightStore(tmp_path, limits=limits).load("m")
     with pytest.raises(StoreError, match="at most 4096 are allowed"):
         async with WeightServer("tcp://127.0.0.1:0", store=tmp_path, limits=limits):
+            pytest.fail("serves what it can send to nobody")
+
+
+@pytest.mark.asyncio
+async def test_a_server_has_the_limits_of_its_links_by_default(store: WeightStore) -> None:
+    store.save("m", small())
+    large = plan_manifest([("w", "uint8", (2**36 + 64,), "param", ())])
+    _rewritten(the_file(store), manifest=base64.b64encode(large.encode()).decode())
+    with pytest.raises(StoreError, match=f"at most {2**36} are allowed"):
+        async with WeightServer("tcp://127.0.0.1:0", store=store.directory):
             pytest.fail("serves what it can send to nobody")
 
 
