@@ -87,7 +87,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
-_TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
+_TWINS: dict[type, type[WeightSyncScheme]] = {}
 # Collectors and servers of other libraries call schemes in ways of their own. The code for one of
 # them is in aiosync.integrations, which is loaded when an object of that library is seen, and never
 # before: these names are all that this layer knows of them.
@@ -671,8 +671,8 @@ def run_on_loop(scheme: WeightSyncScheme | Adapter, coroutine: Coroutine[Any, An
 
 
 def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
-    """Return the blocking class of an async one; the base class if it has none of its own."""
-    return _TWINS.get(cls, WeightSyncScheme)
+    """Return the blocking class of an async one, or of the nearest of its bases that has one."""
+    return next((_TWINS[each] for each in cls.__mro__ if each in _TWINS), WeightSyncScheme)
 
 
 def _discover() -> None:

@@ -104,6 +104,30 @@ def test_a_scheme_of_a_class_of_ones_own_has_a_twin() -> None:
     assert type(aiosync.sync.twin(blocking)) is _Own
 
 
+class _Derived(aiosync.DistributedWeightSyncScheme):
+    """A scheme of a user over a stream."""
+
+
+class _MoreDerived(_Derived):
+    """A scheme that is derived from one of a user."""
+
+
+class _Blocking(aiosync.sync.DistributedWeightSyncScheme, twin_of=_Derived):
+    """The blocking class that the user has given to one of them."""
+
+
+def test_a_twin_has_the_members_that_only_some_schemes_have() -> None:
+    scheme = _MoreDerived(address="tcp://127.0.0.1:7000", reconnect=2.0)
+    twin: Any = aiosync.sync.twin(scheme)
+    assert type(twin) is _Blocking
+    assert (twin.address, twin.reconnect, twin.reconnects) == ("tcp://127.0.0.1:7000", 2.0, 0)
+    twin.reconnect = 3.0
+    back: Any = aiosync.sync.twin(twin)
+    assert (type(back), back.reconnect) == (_MoreDerived, 3.0)
+    with pytest.raises(aiosync.ConfigError, match="reconnect"):
+        twin.reconnect = -1
+
+
 def test_what_is_no_scheme_has_no_twin() -> None:
     other: Any = tools.filled(1.0)
     with pytest.raises(aiosync.ConfigError, match="takes a scheme of aiosync or of aiosync.sync"):
