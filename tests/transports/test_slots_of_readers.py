@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import deque
+from typing import Any
 
 import pytest
 
 from aiosync.transports.shared_memory.reader import SlotReader
-from aiosync.transports.shared_memory.slots import WANT, Segment
+from aiosync.transports.shared_memory.slots import WANT, Segment, Slot
 from aiosync.wire.messages import Segment as SegmentMessage
 
 NBYTES = 2**16
@@ -98,3 +100,69 @@ def test_a_version_still_counts_as_named_once_foreign_code_has_closed_the_descri
     assert reader.named_version[0] > 0
     reader.close()
     segment.close()
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_version_that_is_being_opened_while_the_reader_is_closed_stays(is_mapped: bool) -> None:
+    """The sender writes to the slot as soon as it is not locked any more."""
+    segment = Segment(1, NBYTES)
+    reader = SlotReader(deque([os.dup(segment.read_only_fd)]))
+    reader.words = memoryview(bytearray(4096)).cast("Q")
+    slot = segment.grow()
+    reader.announce(SegmentMessage(1, NBYTES, 1))
+    reader.words[WANT] = 1 << 16 | 1 << 8
+    _write(slot, b"old!", 7)
+    if is_mapped:
+        named = reader.open()
+        assert named is not None
+        reader.hold(named)
+        reader.leave(named, keep=False)
+        reader.words[WANT] = 2 << 16 | 1 << 8
+        _write(slot, b"new!", 8)
+    wanted = b"new!" if is_mapped else b"old!"
+    real, mapped, closed = mmap.mmap, threading.Event(), threading.Event()
+    opening = threading.current_thread()
+
+    def pause() -> None:
+        """Let the other thread go on once this one has the slot's mapping."""
+        if threading.current_thread() is opening:
+            mapped.set()
+            # With a lock that keeps the other thread out, this waits in vain.
+            closed.wait(0.3)
+
+    class Maps(dict[int, Any]):
+        def get(self, key: int, default: Any = None) -> Any:
+            found = super().get(key, default)
+            if found is not None:
+                pause()
+            return found
+
+    def mapping(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        pause()
+        return found
+
+    def close() -> None:
+        assert mapped.wait(20)
+        reader.close()
+        closed.set()
+
+    [view] = reader.segments.values()
+    view.maps = Maps(view.maps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mmap, "mmap", mapping)
+        closing = threading.Thread(target=close)
+        closing.start()
+        named = reader.open()
+        closing.join()
+    assert named is not None
+    _write(slot, b"bad!", 9)
+    assert bytes(named.memory[:4]) == wanted
+    segment.close()
+
+
+def _write(slot: Slot, content: bytes, version: int) -> None:
+    """Write a version into a slot that no reader has locked."""
+    assert slot.lock()
+    slot.view[: len(content)] = content
+    slot.seal(version, b"", len(content))

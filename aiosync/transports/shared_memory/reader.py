@@ -499,13 +499,16 @@ class SlotReader:
         if found is None:
             return None
         want, index, view, held_here = found
-        view.check_locked(index)
-        mapping, mapped = view.maps.get(index) or view.map(index)
-        if not held_here:
-            # Drop private writes to these pages. An operation of another thread that began on an
-            # older version, such as an optimizer's step, may have written here after the slot was
-            # given back.
-            mapping.madvise(mmap.MADV_DONTNEED)
+        # Otherwise a close() of another thread could come in between. The slot would not be locked
+        # any more, and be mapped only then, or the copy that close() has made be dropped here.
+        with FORKING:
+            view.check_locked(index)
+            mapping, mapped = view.maps.get(index) or view.map(index)
+            if not held_here:
+                # Drop private writes to these pages. An operation of another thread that began on
+                # an older version, such as an optimizer's step, may have written here after the
+                # slot was given back.
+                mapping.madvise(mmap.MADV_DONTNEED)
         version, nbytes, digest, sent_at, ids = HEADER.unpack_from(mapped, 0)
         memory, block = mapped[HEADER_NBYTES:], view.blocks.get(index)
         if not version or nbytes > (len(memory) if block is None else block.about.nbytes):
