@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aiosync.errors import RemoteProtocolError
 from aiosync.transports.shared_memory.reader import SlotReader
 from aiosync.transports.shared_memory.slots import WANT, Segment, Slot
 from aiosync.wire.messages import Segment as SegmentMessage
@@ -166,3 +167,18 @@ def _write(slot: Slot, content: bytes, version: int) -> None:
     assert slot.lock()
     slot.view[: len(content)] = content
     slot.seal(version, b"", len(content))
+
+
+def test_a_slot_at_an_offset_that_no_file_has_names_no_version() -> None:
+    """The opening of the slot raises the error."""
+    segment = Segment(1, NBYTES)
+    segment.grow()
+    reader = SlotReader(deque([os.dup(segment.read_only_fd)]))
+    reader.words = memoryview(bytearray(4096)).cast("Q")
+    reader.announce(SegmentMessage(1, 2**63 - 1, 1))
+    reader.words[WANT] = 1 << 16 | 1 << 8 | 2
+    assert reader.named_version == (0, b"")
+    with pytest.raises(RemoteProtocolError, match="no slot 2"):
+        reader.open()
+    reader.close()
+    segment.close()

@@ -457,7 +457,7 @@ class SlotReader:
             return 0, b""
         try:
             header = view.read_header(want & 255)
-        except OSError as exc:
+        except (OSError, OverflowError) as exc:
             if is_interrupt(exc):
                 raise
             return 0, b""
