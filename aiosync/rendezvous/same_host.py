@@ -65,14 +65,17 @@ def bind_here(address: str) -> socket.socket:
         address: Address of the socket, such as :func:`new_address` returns.
 
     Raises:
-        ConfigError: The address is in use: another copy of this scheme is a sender already.
-        OSError: The process has no descriptor left.
+        ConfigError: The address is in use, as another copy of this scheme is a sender already, or
+            this process has no descriptor left.
     """
-    sock = new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = None
     try:
+        sock = new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(address)
         sock.listen(_BACKLOG)
     except OSError as exc:
+        if sock is None:
+            raise ConfigError(f"no socket can be made for workers of this host: {exc}") from exc
         sock.close()
         raise ConfigError(
             "another copy of this scheme is a sender already; give each sender a scheme of "
@@ -168,7 +171,8 @@ class SameHost(Listener):
         limits: Bounds on what workers may announce after that.
 
     Raises:
-        ConfigError: Another process or scheme listens there already.
+        ConfigError: Another process or scheme listens there already, or this process has no
+            descriptor left.
 
     Attributes:
         arena: Owner of the slots that the links name to workers; ``None`` until the caller sets it.

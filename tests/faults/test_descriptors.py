@@ -15,6 +15,7 @@ import aiosync
 import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.sync import _tools as tools
 
 pytestmark = pytest.mark.slow
 BLOCKING = [
@@ -41,6 +42,31 @@ def _starved(left: int) -> Iterator[None]:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _cluster() -> aiosync.sync.DistributedWeightSyncScheme:
+    return aiosync.sync.DistributedWeightSyncScheme(address="tcp://127.0.0.1:0")
+
+
+@pytest.mark.parametrize("make", [*BLOCKING, _cluster])
+def test_init_on_sender_raises_a_config_error(make: Any) -> None:
+    for left in range(4):
+        scheme = make()
+        with _starved(left), contextlib.suppress(aiosync.ConfigError):
+            scheme.init_on_sender(model=models.linear(1.0))
+        scheme.shutdown()
+
+
+def test_a_cluster_goes_on_without_a_socket_for_workers_of_its_host() -> None:
+    with _cluster() as trainer:
+        # The listener takes two.
+        with _starved(2):
+            trainer.init_on_sender(model=models.linear(1.0), num_workers=1)
+        worker = harness.twin(trainer)
+        worker.init_on_receiver(model=models.linear())
+        with worker, tools.threads(worker.connect):
+            trainer.connect()
+            assert trainer.send().acked == {0}
 
 
 @pytest.mark.parametrize("make", BLOCKING)
