@@ -31,7 +31,7 @@ class ByteStream:
             kernel buffers of 4 MiB, as far as the system's limits allow.
 
     Raises:
-        ConfigError: A one-way connection.
+        ConfigError: The connection is one-way or closed, or this process has no descriptor left.
 
     Attributes:
         sock: The socket.
@@ -131,9 +131,13 @@ def _below(pipe: Connection) -> socket.socket:
     """Return the socket of a two-way pipe, and close the pipe.
 
     Raises:
-        ConfigError: The pipe is one-way, so that it is no socket.
+        ConfigError: The pipe is closed, or one-way, so that it is no socket; or this process has no
+            descriptor left.
     """
-    fd = os.dup(pipe.fileno())
+    try:
+        fd = os.dup(pipe.fileno())
+    except OSError as exc:
+        raise ConfigError(f"no link can be made over {pipe!r}: {exc}") from exc
     try:
         sock = socket.socket(fileno=fd)
     except OSError as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -67,6 +68,18 @@ def test_a_cluster_goes_on_without_a_socket_for_workers_of_its_host() -> None:
         with worker, tools.threads(worker.connect):
             trainer.connect()
             assert trainer.send().acked == {0}
+
+
+@pytest.mark.parametrize("scheme", harness.SCHEMES)
+def test_a_link_over_a_pipe_raises_a_config_error(scheme: Any) -> None:
+    async def link() -> None:
+        with _starved(0), pytest.raises(aiosync.ConfigError, match="Too many open files"):
+            scheme().create_transport(ours)
+
+    ours, theirs = harness.context("forkserver").Pipe()
+    asyncio.run(link())
+    ours.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize("make", BLOCKING)
