@@ -47,6 +47,7 @@ from aiosync.transports.base import (
     Transport,
     again,
     flat_view,
+    is_no_room,
     take_buffers,
     without_frames,
 )
@@ -220,10 +221,12 @@ class FramedTransport(Transport):
         self._close_descriptors(farewell=True)
 
     def _take_leave(self, error: LinkError | None) -> None:
-        """Drop unread bytes, and tell a peer that broke the protocol the reason."""
+        """Drop unread bytes; tell the peer if it broke the protocol, or if no room is left here."""
         self.io.drop_unread()
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
-        if self.says_why and isinstance(error, RemoteProtocolError) and not mid_frame:
+        broke_protocol = self.says_why and isinstance(error, RemoteProtocolError)
+        # A peer cannot see from its side what this process lacks.
+        if (broke_protocol or is_no_room(error and error.__cause__)) and not mid_frame:
             # Bytes that the kernel does not take at once are dropped: no task waits for a peer that
             # breaks the protocol. Encoding fails if the text is longer than a header may be.
             refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])

@@ -82,6 +82,40 @@ def test_a_link_over_a_pipe_raises_a_config_error(scheme: Any) -> None:
     theirs.close()
 
 
+def _follow(scheme: Any, conn: Connection) -> None:
+    """A worker that runs out of descriptors once it is connected."""
+    scheme.init_on_receiver(model=models.linear())
+    with scheme:
+        scheme.connect()
+        with _starved(0):
+            conn.send("connected")
+            with pytest.raises(aiosync.AiosyncError) as caught:
+                scheme.wait_for_version(1, timeout=tools.PATIENCE)
+        conn.send(f"{type(caught.value).__name__}: {caught.value}")
+        conn.recv()
+
+
+def test_a_worker_that_runs_out_says_so_on_both_sides() -> None:
+    trainer = BLOCKING[0]()
+    trainer.init_on_sender(model_id="policy", num_workers=1)
+    ours, theirs = harness.context("forkserver").Pipe()
+    worker = harness.twin(trainer)
+    process = harness.context("forkserver").Process(target=_follow, args=(worker, theirs))
+    process.start()
+    theirs.close()
+    try:
+        with trainer:
+            trainer.connect()
+            assert tools.recv(ours) == "connected"
+            with pytest.raises(aiosync.PartialSyncError) as caught:
+                trainer.send(models.linear(1.0), timeout=tools.PATIENCE)
+            assert "no file descriptor left" in tools.recv(ours)
+            assert "no file descriptor left" in str(caught.value)
+    finally:
+        ours.send("end")
+        harness.end(process)
+
+
 @pytest.mark.parametrize("make", BLOCKING)
 @pytest.mark.parametrize("role", ["sender", "receiver"])
 def test_a_blocking_connect_raises_an_error_of_aiosync(make: Any, role: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 from collections import deque
@@ -57,7 +58,7 @@ class DescriptorStream(ByteStream):
 
     def _recv_with_fds(self, buffers: Sequence[memoryview]) -> int:
         """Read bytes as :attr:`readv` does, and keep the descriptors that came beside them."""
-        nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
+        nbytes, ancillary, flags, _address = self.sock.recvmsg_into(
             buffers, _SPACE, socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, data in ancillary:
@@ -68,6 +69,10 @@ class DescriptorStream(ByteStream):
         # A peer must not use up the descriptors of this process.
         while len(self.received_fds) > _MAX_QUEUED_FDS:
             os.close(self.received_fds.pop())
+        if flags & socket.MSG_CTRUNC:
+            # The kernel drops descriptors that the process has no room for, and delivers the bytes.
+            text = "this process has no file descriptor left for shared memory: raise `ulimit -n`"
+            raise OSError(errno.EMFILE, text)
         return nbytes
 
     def attach(self, fd: int | None) -> None:
