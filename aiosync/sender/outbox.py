@@ -383,7 +383,9 @@ class Send:
     def _failure(self) -> tuple[SyncOutcome, PartialSyncError]:
         """Return the outcome of a send that too few workers have, and its error."""
         # With fewer targets than needed, the workers lost before the send are a part of the reason.
-        before = self.lost if len(self.workers) < self.needed else {}
+        lost = self.lost if len(self.workers) < self.needed else {}
+        # The index of a lost worker may have a new holder, whose outcome the error has.
+        before = {idx: why for idx, why in lost.items() if idx not in self.workers}
         error = PartialSyncError(
             acked=self.acked | self.skipped.keys(),
             failed={**before, **self.failed},

@@ -191,7 +191,7 @@ class WorkerRegistry:
             gone, is_untold = PeerClosed(f"{old.name} ended"), old.hello.subscribe
         # Another process has the index now: the next report names the loss of the one before.
         if gone is not None and is_untold and record.joined != hello.pid:
-            self.records.replaced[idx] = gone
+            self.records.replaced[idx] = record.predecessor = gone
         record.recover()
         record.joined, record.subscribes = hello.pid, hello.subscribe
         link = WorkerLink(idx, transport, hello, self)
@@ -388,7 +388,11 @@ class WorkerRegistry:
 
         Only the next report can name them, as the record is that of the new holder.
         """
-        replaced = {idx: why for idx, why in lost.items() if idx in self.links}
+        replaced = {
+            idx: why
+            for idx, why in lost.items()
+            if idx in self.links and self.records[idx].predecessor is why
+        }
         self.records.replaced = replaced | self.records.replaced
 
     def take_back(

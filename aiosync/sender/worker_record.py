@@ -22,6 +22,8 @@ class WorkerRecord:
         pid: The process that the index was given to, as its Hello said.
         session: Session of the receiver that the index was given to.
         joined: Process of the worker that joined last.
+        predecessor: The error of the holder of the index before, if no report had named it when the
+            next one joined; ``None`` for none.
         subscribes: True if the worker gets every update, so that sends miss it when it is gone.
         error: The reason why the worker is not connected; or why it refused, or did not get,
             ``failed_version``.
@@ -39,6 +41,7 @@ class WorkerRecord:
     pid: int = 0
     session: bytes | None = None
     joined: int = 0
+    predecessor: AiosyncError | None = None
     subscribes: bool = True
     error: AiosyncError | None = None
     end: AiosyncError | None = None

@@ -25,8 +25,8 @@ wrong_arguments, close_in_each_state, close_wakes, cancelled_tasks, memory_stays
 
 cancelling: cancel_send, cancelled_send_goes_on, cancelled_send_that_failed,
 cancelled_send_that_was_refused, cancelled_send_beside_one_that_told,
-cancelled_send_that_still_copies, cancel_receive, cancel_connect, cancel_connect_of_a_worker,
-cancel_close.
+cancelled_send_as_a_worker_is_back, cancelled_send_that_still_copies, cancel_receive,
+cancel_connect, cancel_connect_of_a_worker, cancel_close.
 
 changing: steps_beside_a_send, steps_in_a_thread, writes_beside_a_send, a_step_that_raised.
 

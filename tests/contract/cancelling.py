@@ -130,6 +130,25 @@ async def check_cancelled_send_beside_one_that_told(bench: Bench) -> None:
         assert set(error.failed) == {1}
 
 
+async def check_cancelled_send_as_a_worker_is_back(bench: Bench) -> None:
+    """A loss that was told is not told again after a cancelled send(), if the worker is back."""
+    async with bench.crew(small(1.0), [small(), small()], apply="manual") as crew:
+        dead, slow = crew.workers
+        await dead.die()
+        await until(lambda: 0 not in crew.sender.worker_versions)
+        error = await raises(aiosync.PartialSyncError, crew.send(2.0, timeout=0.05))
+        assert set(error.failed) == {0, 1}
+        async with background(crew.send(3.0, timeout=PATIENCE)) as [sending]:
+            await slow.scheme.wait_staged(3)
+            await crew.join(small(), 0, apply="auto")
+            sending.cancel()
+            await asyncio.wait({sending})
+            assert sending.cancelled()
+        async with background(slow.wait(4)):
+            report = await crew.send(4.0)
+            assert (report.acked, report.lost) == ({0, 1}, {})
+
+
 async def check_cancelled_send_that_still_copies(bench: Bench) -> None:
     """A failed send() that is cancelled at any await, also while it copies, has told nothing."""
     stage = Stage(bench, large)
@@ -275,6 +294,7 @@ CHECKS = (
     check_cancelled_send_that_failed,
     check_cancelled_send_that_was_refused,
     check_cancelled_send_beside_one_that_told,
+    check_cancelled_send_as_a_worker_is_back,
     check_cancelled_send_that_still_copies,
     check_cancel_receive,
     check_cancel_connect,

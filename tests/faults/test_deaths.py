@@ -86,6 +86,26 @@ async def test_a_send_that_fails_leaves_it_to_the_next_report() -> None:
         assert (await scheme.send()).lost.keys() == {1}
 
 
+async def test_a_quorum_that_cannot_be_met_blames_no_new_holder() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2) as crew:
+        crew[1].kill()
+        with pytest.raises(aiosync.PartialSyncError):
+            await scheme.send()
+        crew[0].kill()
+        crew.append(harness.start(scheme, models.linear))
+        assert await crew[2].call(harness.join, 0) == 2
+        scheme.require = 2
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await scheme.send()
+        assert (caught.value.acked, caught.value.failed.keys()) == ({0}, {1})
+        scheme.require = 1
+        report = await scheme.send()
+        assert (report.acked, report.lost.keys()) == ({0}, {0, 1})
+        assert (await scheme.send()).lost.keys() == {1}
+
+
 @ANY
 async def test_a_worker_that_was_closed_is_not_dead(make: Any) -> None:
     scheme = make()
