@@ -178,12 +178,12 @@ class UpdateReader:
             self.slots.outlives_link = True
 
     @property
-    def partial(self) -> tuple[int, int, int] | None:
-        """Epoch, version and verified bytes of an update of which a chunk is here."""
+    def partial(self) -> tuple[int, int, int, bytes] | None:
+        """Epoch, version, verified bytes and digest of an update of which a chunk is here."""
         assembly = self._assembly
         if assembly is None or not assembly.good_nbytes:
             return None
-        return assembly.epoch, assembly.version, assembly.good_nbytes
+        return assembly.epoch, assembly.version, assembly.good_nbytes, assembly.digest
 
     def drop_partial(self) -> None:
         """Forget the chunks of the update that arrives, which then begins anew."""

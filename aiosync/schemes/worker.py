@@ -420,7 +420,7 @@ class Worker:
         epoch, version = (None, 0) if receiver is None else receiver.ledger.held
         # Once it runs, its own target: a context may raise at this very moment.
         target = self._given.target() if receiver is None else receiver.applier.model.target
-        partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
+        partial = (receiver and receiver.updates.partial) or (None, None, 0, b"")
         return Hello(
             role="receiver",
             model_id=self._given.model_id or "policy",
@@ -435,6 +435,7 @@ class Worker:
             partial_epoch=partial[0],
             partial_version=partial[1],
             partial_nbytes=partial[2],
+            partial_digest=partial[3],
             slots=link.slots is not None,
             follows=self.link is not None and self.link.follows,
         )

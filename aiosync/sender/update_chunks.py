@@ -82,6 +82,8 @@ class UpdateChunks:
         self.sent_nbytes: int = 0
         self._counts = counts
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
+        # A worker of an older release names no digest.
+        self._partial_digest = hello.partial_digest
         self._pace = Pace()
         # Version and digest of the manifest of the update that the link carried last; 0 for none.
         self._sent = (0, b"")
@@ -137,7 +139,9 @@ class UpdateChunks:
         *of, has = self._partial
         self._partial = (None, None, 0)
         fits = has == snapshot.nbytes or (0 < has < snapshot.nbytes and has % size == 0)
-        return has if fits and of == [epoch, snapshot.version] else 0
+        # A joined update has the version of its last part.
+        is_same = self._partial_digest in (b"", snapshot.layout.digest)
+        return has if fits and is_same and of == [epoch, snapshot.version] else 0
 
     def steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None) -> Steps:
         """Yield the chunks of an update, from the end of the part that the worker has."""
@@ -156,7 +160,7 @@ class UpdateChunks:
                     yield from _arrivals(incoming, stop, is_last=is_last)
                 except Abandoned:
                     # The same version may come again, and then goes on from here.
-                    self._partial = (epoch, snapshot.version, start)
+                    self._partial, self._partial_digest = (epoch, snapshot.version, start), digest
                     raise
             views = snapshot.views(start, stop)
             # A checksum is computed once for all workers.

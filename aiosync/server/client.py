@@ -305,8 +305,8 @@ class _Pull:
         self._updates = UpdateReader()
         # The error of the last attempt, for the text of a timeout.
         self._lost: AiosyncError | None = None
-        # Epoch, version and bytes of the partial update that the Hello of this link announced.
-        self._partial: tuple[int, int, int] | None = None
+        # Epoch, version, bytes and digest of the partial update that the Hello of this link named.
+        self._partial: tuple[int, int, int, bytes] | None = None
         self._total = 0  # bytes of the update that arrives
         self._moved = False  # a part of an update arrived over this link
         self._reconnects = 0
@@ -371,7 +371,7 @@ class _Pull:
 
         A :class:`Fetch` then asks for the version.
         """
-        partial = self._partial or (None, None, 0)
+        partial = self._partial or (None, None, 0, b"")
         return Hello(
             role="receiver",
             model_id=self._model_id,
@@ -382,6 +382,7 @@ class _Pull:
             partial_epoch=partial[0],
             partial_version=partial[1],
             partial_nbytes=partial[2],
+            partial_digest=partial[3],
         )
 
     def _take(self, received: Received) -> Staged | None:

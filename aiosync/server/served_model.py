@@ -418,7 +418,7 @@ class ServedModel:
         # is being written should be on disk before the Hello.
         await self.drain()
         strategy = self.workers.admission.strategy
-        partial = self._updates.partial or (None, None, 0)
+        partial = self._updates.partial or (None, None, 0, b"")
         # An upstream takes a subscriber with ANY_STRATEGY for a server. A trainer's strategy has to
         # match that of the served version.
         return Hello(
@@ -432,6 +432,7 @@ class ServedModel:
             partial_epoch=partial[0],
             partial_version=partial[1],
             partial_nbytes=partial[2],
+            partial_digest=partial[3],
         )
 
     def _take(self, answers: Outgoing, strategy: str, staged: Staged, limits: Limits) -> None:
@@ -476,7 +477,7 @@ class ServedModel:
         partial, workers, early = self._updates.partial, self.workers, self._early
         if partial is None or not self._may_pass_on(*partial[:2]):
             return
-        _, version, nbytes = partial
+        _, version, nbytes, _ = partial
         links = [each for each in workers.links.values() if each.is_free_for(version)]
         # Also if no worker begins now: those that began before learn how much has arrived.
         if links or early is not None:

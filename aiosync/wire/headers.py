@@ -180,6 +180,7 @@ _NO_SUM = bytes(16)
 _STATUS = {int(status): status for status in AckStatus}
 _EXT_KEY, _TRACE_KEY, _BASE_KEY = "x", "trace", "base"
 _SERVES_KEY, _FOLLOWS_KEY, _ELSEWHERE_KEY = "serves", "follows", "elsewhere"
+_PARTIAL_KEY = "partial_digest"
 _BEHIND_KEY, _PATH_KEY, _NONE_KEY = "behind", "path", "has_none"
 _SESSION_NBYTES = 16
 _BASE = struct.Struct("<QQ")
@@ -334,6 +335,8 @@ def _addresses_of(message: Message) -> dict[str, ExtValue]:
             (entries[_SERVES_KEY],) = _check_addresses((message.serves,))
         if message.follows:
             entries[_FOLLOWS_KEY] = True
+        if message.partial_digest:
+            entries[_PARTIAL_KEY] = message.partial_digest
     elif isinstance(message, Refuse) and message.elsewhere:
         entries[_ELSEWHERE_KEY] = " ".join(_check_addresses(message.elsewhere))
     elif isinstance(message, Welcome) and message.path:
@@ -371,6 +374,8 @@ def _take_addresses(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) 
             (found["serves"],) = _check_addresses((ext.pop(_SERVES_KEY),))
         if ext.get(_FOLLOWS_KEY) is True:
             found["follows"] = ext.pop(_FOLLOWS_KEY)
+        if isinstance(ext.get(_PARTIAL_KEY), bytes):
+            found["partial_digest"] = ext.pop(_PARTIAL_KEY)
     elif cls is Refuse and _ELSEWHERE_KEY in ext:
         named: Any = ext.pop(_ELSEWHERE_KEY)
         found["elsewhere"] = tuple(_check_addresses(named.split(" ")))

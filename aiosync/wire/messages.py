@@ -71,6 +71,8 @@ class Hello:
         partial_version: Version of that update; ``None`` for none.
         partial_nbytes: Bytes from the start of that update's payload that are staged and
             verified already.
+        partial_digest: Digest of the manifest of that update; empty from a receiver that does not
+            say it. It travels in the extension map.
         parts: True if each update of a sender may hold only a part of the names, so that no update
             replaces another one.
         slots: True if a receiver can read slots of shared memory in place.
@@ -101,6 +103,7 @@ class Hello:
     take_over: bool = False
     serves: str = ""
     follows: bool = False
+    partial_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

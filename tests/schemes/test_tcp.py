@@ -213,6 +213,32 @@ async def test_a_cut_transfer_goes_on_where_it_stopped_or_gives_way(url: str, ne
         assert (rest > 20 * CHUNK) if newer else (CHUNK < rest < 15 * CHUNK)
 
 
+async def test_a_cut_part_does_not_go_on_inside_of_the_parts_that_are_sent_then(url: str) -> None:
+    """The next link carries the newest parts of all names as one update, of the same version."""
+
+    def part(name: str, value: float) -> dict[str, torch.Tensor]:
+        return {name: torch.full((20 * CHUNK // 4,), value)}
+
+    target = part("a", 0.0) | part("b", 0.0)
+    sender = make(url, chunk_nbytes=CHUNK, strict=False)
+    sender.init_on_sender(weights=part("a", 1.0) | part("b", 1.0))
+    async with sender, FaultProxy(sender.address) as proxy:
+        # Four parts have come whole, and half of the fifth.
+        plan = Plan(back=Faults(cut_at=90 * CHUNK))
+        proxy.plan = lambda number: None if number else plan
+        async with make(proxy.url, strict=False, guard="reading") as receiver:
+            receiver.init_on_receiver(weights=target)
+            await asyncio.gather(sender.connect(), receiver.connect())
+            for name, value in (("b", 2.0), ("a", 3.0)):
+                await sender.send(part(name, value))
+            with pytest.raises(aiosync.PartialSyncError):
+                await sender.send(part("b", 4.0))
+            await receiver.wait_for_version(4)
+            with receiver.reading():
+                assert [each.unique().tolist() for each in target.values()] == [[3.0], [4.0]]
+        assert proxy.connections == 2
+
+
 async def test_a_receiver_that_has_ended_with_an_error_dials_nobody() -> None:
     """Otherwise the trainer would go on sending to a worker whose calls raise for ever."""
 

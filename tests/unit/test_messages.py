@@ -64,7 +64,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
-IN_EXTENSION_MAP = {"serves", "follows", "elsewhere", "path", "has_none"}
+IN_EXTENSION_MAP = {"serves", "follows", "partial_digest", "elsewhere", "path", "has_none"}
 FIXED = {"epoch", "version", "digest", "status", "index", "count", "flags", "reserved"}
 
 
@@ -490,6 +490,14 @@ def test_a_receiver_that_follows_says_true(value: Any) -> None:
     message, ext = decode_header(header("hello", x={"follows": value}))
     assert message == Hello("receiver", "policy", 1)
     assert ext == {"follows": value}
+
+
+def test_the_digest_of_a_part_travels_in_the_extension_map() -> None:
+    hello = Hello("receiver", "policy", 1, partial_digest=DIGEST)
+    assert encode_header(hello) == header("hello", x={"partial_digest": DIGEST})
+    assert decode_header(encode_header(hello)) == (hello, None)
+    message, ext = decode_header(header("hello", x={"partial_digest": 1}))
+    assert (message, ext) == (Hello("receiver", "policy", 1), {"partial_digest": 1})
 
 
 SESSIONS = tuple(bytes([number]) * 16 for number in range(16))
