@@ -173,12 +173,16 @@ class Deltas:
         # The newest update as changes to the one before, and to the older one of a slow link.
         self._deltas: list[Delta] = []
 
-    def take(self, snapshot: Snapshot, version: int, carried: Snapshot | None) -> Delta | None:
+    def take(
+        self, snapshot: Snapshot, version: int, sent: Snapshot | None, carried: Snapshot | None
+    ) -> Delta | None:
         """Register an update that a link is about to write; the newest before becomes its base.
 
         Args:
             snapshot: The update.
             version: The version that the worker keeps as a base; 0 for none.
+            sent: The update of this version that the link carried, as links may have got different
+                ones; ``None`` if an earlier link carried it.
             carried: The update that the link carried last, if it has kept it.
 
         Returns:
@@ -190,7 +194,14 @@ class Deltas:
             self._follow(snapshot)
         if not version or snapshot is not self._newest:
             return None
-        found = next((each for each in self._deltas if each.base.version == version), None)
+        found = next(
+            (
+                each
+                for each in self._deltas
+                if each.base.version == version and sent in (None, each.base)
+            ),
+            None,
+        )
         if found is None and carried is not None and carried.version == version:
             self._drop(keep=1)
             found = self._add(carried.retain(), snapshot)

@@ -85,8 +85,8 @@ class UpdateChunks:
         # A worker of an older release names no digest.
         self._partial_digest = hello.partial_digest
         self._pace = Pace()
-        # Version and digest of the manifest of the update that the link carried last; 0 for none.
-        self._sent = (0, b"")
+        # The update that the link carried last, whose memory may have been given back.
+        self._sent: Snapshot | None = None
         # The update that the link carried last, while it may be the base of the next one.
         self._carried: Snapshot | None = None
 
@@ -110,12 +110,12 @@ class UpdateChunks:
         """
         # The chunks of an update replace the worker's base one by one.
         base, self.base = self.base, 0
-        sent, digest = self._sent
-        # A joined update has the version of its last part, and another manifest. The manifest of a
-        # base that the link before carried is not known here.
-        is_other = digest != snapshot.layout.digest if base == sent else in_parts
-        base = 0 if is_other else base
-        delta = deltas.take(snapshot, base, self._carried)
+        sent = self._sent
+        # A joined update has the version of its last part. The base that the link before carried
+        # may have been one.
+        if sent is None or sent.version != base:
+            sent, base = None, 0 if in_parts else base
+        delta = deltas.take(snapshot, base, sent, self._carried)
         self.release_carried()
         self._carried = snapshot.retain()
         is_worth = False
@@ -148,7 +148,7 @@ class UpdateChunks:
         size = self.settings.chunk_nbytes
         incoming = snapshot.incoming
         nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
-        self._sent = snapshot.version, digest
+        self._sent = snapshot
         count = max(1, -(-nbytes // size))
         # The last chunk is always sent: it has the values.
         first = min(self._take_partial(snapshot, epoch, size) // size, count - 1)

@@ -306,7 +306,9 @@ class WorkerLink:
         # An update of an epoch that ended meanwhile is no base for those of the present one.
         if self._chunks is not None and deltas is not None and epoch == self.outbox.epoch:
             await self._wait_for_chunk(snapshot, self._chunks.settings.chunk_nbytes)
-            in_parts = self._registry.history.is_in_parts_for(self.idx)
+            history = self._registry.history
+            # A base may have been joined from parts that a whole update ended in the history.
+            in_parts = history.parts or history.is_in_parts_for(self.idx)
             delta = await self._chunks.begin(snapshot, deltas, in_parts=in_parts)
         try:
             with contextlib.closing(self._steps(snapshot, epoch, delta)) as steps:

@@ -220,6 +220,42 @@ async def test_parts_that_arrived_joined_are_no_base_of_a_part(cut: bool) -> Non
         assert late.stats().reconnects == cut
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("cut", [False, True])
+async def test_joins_of_one_version_are_no_bases_of_each_other(cut: bool) -> None:
+    """Two workers get each a part of its own while both links are busy, and then one for all."""
+    values = {name: torch.full((SIZE // 8,), 1.0) for name in "ab"}
+    sender = tcp(strict=False, timeout=PATIENCE)
+    sender.init_on_sender(weights=values, num_workers=2)
+    targets = [{name: torch.zeros(SIZE // 8) for name in "ab"} for _ in range(2)]
+    async with FaultProxy(sender.address) as proxy, sender, contextlib.AsyncExitStack() as stack:
+        workers = []
+        for idx, target in enumerate(targets):
+            worker = tcp(proxy.url, strict=False, guard="reading")
+            worker.init_on_receiver(weights=target, worker_idx=idx)
+            workers.append(await stack.enter_async_context(worker))
+        await asyncio.gather(sender.connect(), *(each.connect() for each in workers))
+        a, b = values.values()
+        sender.send_nowait(values)
+        sender.send_nowait({"b": b + 1})
+        sender.send_nowait({"a": a + 1}, worker_ids=0)
+        sender.send_nowait({"a": a + 2}, worker_ids=1)
+        await sender.send_nowait({"b": b + 2})
+        for worker, target, value in zip(workers, targets, (2.0, 3.0), strict=True):
+            with worker.reading():
+                assert [each.unique().tolist() for each in target.values()] == [[value], [3.0]]
+        if cut:
+            proxy.cut()
+            await harness.until(lambda: all(each.stats().reconnects for each in workers))
+            await harness.until(lambda: len(sender.sender_transports) == 2)
+        await asyncio.sleep(0.2)  # the workers' words about their bases arrive
+        assert (await sender.send({"a": a + 3, "b": b + 3})).acked == {0, 1}
+        for worker, target in zip(workers, targets, strict=True):
+            with worker.reading():
+                assert [each.unique().tolist() for each in target.values()] == [[4.0], [4.0]]
+            assert worker.stats().reconnects == cut
+
+
 # -- what a worker does to its weights -------------------------------------------------------------
 
 
