@@ -234,9 +234,8 @@ class WeightSender:
         snapshots: dict[int | None, Snapshot] = {}
         if sent is None:
             snapshots = await self._copy(planned, timeout, started)
-            still_copying = next(
-                (each.retain() for each in snapshots.values() if each.filling), None
-            )
+            copying = (each.retain() for each in snapshots.values() if each.filling)
+            still_copying = next(copying, None)
         try:
             try:
                 if sent is None:
@@ -257,13 +256,14 @@ class WeightSender:
                 report = await future
                 self._mean_answer_seconds += (report.elapsed - self._mean_answer_seconds) / 8
                 return report
+            except asyncio.CancelledError:
+                cancelled, still_copying = still_copying, None
+                await self.copier.settle_cancelled(cancelled)
+                raise
             finally:
                 # The caller may change the tensors once send() has ended.
                 if still_copying is not None:
-                    try:
-                        await self.copier.settle(still_copying)
-                    finally:
-                        still_copying.release()
+                    await self.copier.settle(still_copying)
         except asyncio.CancelledError:
             # The transfer goes on; the next send reports the workers that fail or have failed.
             if sent is not None:

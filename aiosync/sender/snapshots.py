@@ -551,10 +551,26 @@ class SnapshotCopier:
         snapshot.filling = self._start(copy)
 
     async def settle(self, snapshot: Snapshot) -> None:
-        """Bring the bytes to where they stay; the tensors may change afterwards.
+        """Bring the bytes to where they stay, and release the snapshot; tensors may change then.
 
         Cancellation: waits for the copy all the same, and is raised then.
         """
+        try:
+            await self._settle(snapshot)
+        finally:
+            snapshot.release()
+
+    async def settle_cancelled(self, snapshot: Snapshot | None) -> None:
+        """Settle for a cancelled send: an error of the copy must not replace the cancellation.
+
+        The links raise that error, too, so that the next report has it.
+        """
+        if snapshot is not None:
+            with contextlib.suppress(Exception):
+                await self.settle(snapshot)
+
+    async def _settle(self, snapshot: Snapshot) -> None:
+        """Wait for the copy of a snapshot, or make it, and raise its error."""
         filling, live, cancelled = snapshot.filling, snapshot.live, None
         if filling is None:
             return

@@ -282,6 +282,26 @@ async def faults_of_the_store() -> None:
         assert scheme.sender_transports[0] is link
 
 
+async def changed_after_a_cancellation() -> None:
+    """A cancelled send is cancelled, also if the weights change while it makes its copy."""
+    scheme, actor = RayWeightSyncScheme(shared_memory=False), Worker.remote()
+    async with crew(scheme, [actor]) as model:
+        with held_store() as (entered, go_on):
+            sending = asyncio.ensure_future(scheme.send())
+            await until(entered.is_set)
+            sending.cancel()
+            for _ in range(4):
+                await asyncio.sleep(0)
+            # The copy has begun from which the transfer would go on.
+            fill(model, 3.0)
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+        fill(model, 4.0)
+        assert (await scheme.send()).acked == {0}
+        assert await actor.look.remote() == (3, {4.0})
+
+
 async def lost_in_the_store() -> None:
     """Weights that the store has lost reach no worker, and the next weights arrive."""
     scheme, actors, owner = RayWeightSyncScheme(), [Worker.remote()], Owner.remote()

@@ -45,6 +45,7 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.killed, [True], "uvloop"),
         (scenarios.in_place, [], "asyncio"),
         (scenarios.faults_of_the_store, [], "asyncio"),
+        (scenarios.changed_after_a_cancellation, [], "asyncio"),
         (scenarios.lost_in_the_store, [], "uvloop"),
         (scenarios.dead_hub, [], "asyncio"),
         (scenarios.plain_actors, [], "uvloop"),
