@@ -163,8 +163,13 @@ class ExpectedWorkers:
             if records[idx].error is None:
                 records[idx].fail(error, records[idx].failed_version, reported=True)
             records[idx].report()
-        waited = {idx for idx in (*missing.absent, *missing.late) if not records[idx].has_left}
-        joined = {*self.indices} - missing.failed.keys() - waited
+        # A worker that has left may have applied the version before.
+        lack = {
+            idx
+            for idx in (*missing.absent, *missing.late)
+            if not records[idx].has_left or records[idx].had < version
+        }
+        joined = {*self.indices} - missing.failed.keys() - lack
         return PartialSyncError(acked=joined, failed=missing.failed, version=version)
 
     def _missing(self, version: int) -> Missing:

@@ -344,6 +344,26 @@ async def test_a_timeout_says_who_came_and_left(make) -> None:
         assert "workers [1] connected, and left; workers [0] did not connect" in str(caught.value)
 
 
+@pytest.mark.parametrize("make", ANY)
+async def test_one_that_left_before_it_applied_the_first_version_has_not_acked_it(make) -> None:
+    trainer = make()
+    trainer.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with trainer:
+        connecting = asyncio.ensure_future(trainer.connect(timeout=harness.PATIENCE))
+        # A worker without a model has the weights, and cannot apply them.
+        idle, other = harness.twin(trainer), harness.twin(trainer)
+        idle.init_on_receiver(worker_idx=0)
+        async with idle:
+            await idle.connect(initial=False)
+        await harness.until(lambda: not trainer.worker_versions)
+        other.init_on_receiver(model=models.wide(), worker_idx=1)
+        async with other:
+            with pytest.raises(aiosync.ApplyError):
+                await other.connect()
+        error = await _fails(connecting)
+        assert (error.acked, error.failed.keys()) == (set(), {1})
+
+
 async def test_a_blocking_trainer_whose_workers_come_and_leave() -> None:
     trainer = aiosync.sync.SharedMemWeightSyncScheme()
     trainer.init_on_sender(model=models.linear(1.0), num_workers=2)
