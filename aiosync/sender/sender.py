@@ -521,7 +521,9 @@ class WeightSender:
                 pulls, has = not link.hello.subscribe, link.outbox.newest
                 link.offer(*(workers.history.lacked(idx, has, mine) if pulls else (mine,)))
             else:
-                error = record.error or ConfigError(f"no weights were given for worker {idx}")
+                # A refusal that a report has named is no reason of this failure.
+                known = record.error if link is None or not record.reported else None
+                error = known or ConfigError(f"no weights were given for worker {idx}")
                 record.failed_version = send.version
                 send.resolve(idx, Outcome(send.version, error=error))
 
@@ -555,8 +557,7 @@ class WeightSender:
             # The loop is about to notice an end.
             self._loop.call_soon(self._settle, send)
             return
-        gone = send.acked - workers.links.keys()
-        if gone:
+        if gone := send.acked - workers.links.keys():
             self._withdraw_gone(send, gone)
         if (send.waiting and not send.satisfied) or self._sends.pop(send.version, None) is None:
             return
@@ -764,9 +765,8 @@ class WeightSender:
 
     def _end(self) -> None:
         self.workers.end()
-        for timer in (self._timer, self._late_timer):
-            if timer is not None:
-                timer.cancel()
+        for timer in filter(None, (self._timer, self._late_timer)):
+            timer.cancel()
 
     async def aclose(self) -> None:
         """Close every link, within bounded time; sends under way fail with ``TransportClosed``."""

@@ -61,6 +61,18 @@ async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: A
 
 
 @both
+async def test_an_old_refusal_is_not_why_a_worker_without_weights_fails(make: Any) -> None:
+    init = {"model": models.linear(), "num_workers": 2}
+    targets = [models.linear() for _ in range(2)]
+    async with harness.crowd(make(per_worker_weights=True), targets, sender=init) as (sender, _):
+        bad = weights(0.0) | {"bias": torch.zeros(9)}
+        for given, kind in (({1: bad}, aiosync.ApplyError), ({0: bad}, aiosync.ConfigError)):
+            with pytest.raises(aiosync.PartialSyncError) as caught:
+                await sender.send(given, worker_ids=1)
+            assert isinstance(caught.value.failed[1], kind)
+
+
+@both
 async def test_a_device_map_gives_each_worker_its_own(make: Any) -> None:
     """The function gets tensors and no model, because ``.to()`` would change a model in place."""
     source, kinds = models.linear(1.0), set()
