@@ -225,6 +225,7 @@ class Guard:
             computes: True if the model computes during the read, and is not only copied.
         """
         thread = threading.get_ident()
+        tried: int | None = None
         while True:
             with self._lock:
                 words = self.words
@@ -237,7 +238,7 @@ class Guard:
                     or self.check is not None
                     or self.before_next_read is not None
                 ):
-                    run_before = self._begin_slowly(thread, read, computes)
+                    run_before = self._begin_slowly(thread, read, computes, tried)
                 else:
                     # Nearly every read finds nothing to do, and no other read.
                     self._met_since, run_before = 0.0, None
@@ -258,12 +259,21 @@ class Guard:
                             if held is not self.held or last() is not task:
                                 self.read_versions.note(task, self.held)
                     return
+            # An apply handles no word while there is no model: then the read begins without it.
+            tried = self.seen if run_before == self._run else None
             run_before()
 
     def _begin_slowly(
-        self, thread: int, read: _Read, computes: bool
+        self, thread: int, read: _Read, computes: bool, tried: int | None
     ) -> Callable[[], object] | None:
         """Begin a read beside others, or for which an update may wait. Runs under the lock.
+
+        Args:
+            thread: This thread.
+            read: As for :meth:`enter`.
+            computes: As for :meth:`enter`.
+            tried: The value of :attr:`seen` before this read ran the apply just now; ``None`` if it
+                has not. As long as that is the value, the apply cannot handle the word.
 
         Returns:
             The function that applies an update, or waits, and has to run first, without the lock;
@@ -278,7 +288,8 @@ class Guard:
         if pause > 0:
             return functools.partial(self._new_waiter().acquire, timeout=pause)
         idle = not self._open and self._applying is None
-        if idle and self.has_news and not _in_functional_call():
+        has_news = self._pending or (self.has_news and self.seen != tried)
+        if idle and has_news and not _in_functional_call():
             # The frame of enter(), which runs the apply, tells whether that was interrupted.
             self._begin(sys._getframe(1), at_read=True)
             return self._run

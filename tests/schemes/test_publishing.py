@@ -535,3 +535,41 @@ async def test_a_worker_that_closes_has_the_version_that_was_named(first: str) -
             await receiver.aclose()
         assert receiver.version == report.version
         assert all(float(each.min()) == 5.0 for each in target.state_dict().values())
+
+
+class Owner:
+    """Object that has a model."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("lost", ["the context's", "the assigned one"])
+async def test_a_version_that_was_named_keeps_no_read_once_its_model_is_gone(lost: str) -> None:
+    source, target = models.linear(), models.linear()
+    owner, is_context = Owner(target), lost == "the context's"
+    init = {"context": owner, "model": None} if is_context else {"model": target}
+    ends = harness.here(SHM(), None, sender={"model": source}, receiver=init)
+    async with ends as (sender, receiver):
+        for value in (2.0, 3.0, 4.0):
+            await harness.deliver(sender, receiver, value)
+            await asyncio.sleep(0.01)
+        assert sender.send_nowait(models.linear(5.0)).done()
+        owner.policy = None
+        if not is_context:
+            receiver.model = None
+        seen = list[float]()
+
+        def read() -> None:
+            with receiver.reading():
+                seen.extend(target.bias.tolist())
+
+        # The loop has no turn, so that it cannot end the promise meanwhile.
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(harness.PATIENCE / 4)
+        assert seen == [4.0, 4.0]
+        if is_context:
+            owner.policy = target
+            assert models.holds(receiver, 5.0)
