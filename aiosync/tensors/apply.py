@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -226,9 +226,8 @@ class Target:
             # module.to() moves all parameters, so that the first one tells, and costs little.
             first = plan.first_parameter
             return bool(plan.devices) or (first is not None and has(first))
-        if isinstance(target, nn.Module):
-            return any(map(has, chain(target.parameters(), target.buffers())))
         try:
+            # The methods of a module that list its tensors may be reads, which take updates first.
             return any(map(has, walk(target)[0].tensors))
         except ConfigError:
             # Applying raises it, too, and the trainer gets it.

@@ -573,3 +573,23 @@ async def test_a_version_that_was_named_keeps_no_read_once_its_model_is_gone(los
         if is_context:
             owner.policy = target
             assert models.holds(receiver, 5.0)
+
+
+async def test_a_version_that_is_named_right_after_a_refused_one_ends_no_link() -> None:
+    source, target = models.linear(), models.linear()
+    ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        for value in (2.0, 3.0, 4.0):
+            await harness.deliver(sender, receiver, value)
+            await asyncio.sleep(0.01)
+        weight, target.weight = target.weight, nn.Parameter(torch.zeros(3, 4))
+        assert sender.send_nowait().done()
+        with pytest.raises(aiosync.ApplyError, match="weight"):
+            target(torch.ones(4))
+        # The refusal is on its way, and the trainer counts on the promise still.
+        assert sender.send_nowait().done()
+        with pytest.raises(aiosync.PartialSyncError, match="weight"):
+            await sender.send()
+        assert receiver.link_lost is None
+        target.weight = weight
+        await harness.deliver(sender, receiver, 5.0)
