@@ -134,7 +134,12 @@ class WorkerModel:
         """True if taking an update waits for an accelerator."""
         target = self.target
         if target is None:
-            model = self.resolve()
+            try:
+                model = self.resolve()
+            except Exception as exc:  # Applying raises it, too, and the trainer gets it.
+                if is_interrupt(exc):
+                    raise
+                return False
             target = None if model is None else self._target_for(model)
         return isinstance(target, Target) and target.waits
 

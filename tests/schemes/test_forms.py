@@ -138,6 +138,30 @@ async def test_a_context_whose_container_comes_later(make, path) -> None:
         assert models.holds(receiver, 1.0)
 
 
+@pytest.mark.asyncio
+@both
+async def test_a_context_that_raises_refuses_an_update_and_ends_no_link(make) -> None:
+    owner = _Owner(models.linear())
+    scheme = make(timeout=harness.PATIENCE)
+    scheme.init_on_sender(model_id="p", model=models.linear(1.0), num_workers=1)
+    receiver = harness.twin(scheme)
+    receiver.init_on_receiver(model_id="p", context=owner)
+
+    def get_model(model_id: str) -> Any:
+        raise RuntimeError("not loaded yet")
+
+    async with scheme, receiver:
+        with pytest.warns(UserWarning, match="has no model"):
+            await asyncio.gather(scheme.connect(), receiver.connect(initial=False))
+        owner.get_model = get_model
+        with pytest.raises(aiosync.PartialSyncError, match="not loaded yet"):
+            await scheme.send()
+        assert receiver.link_lost is None
+        owner.get_model = lambda model_id: owner.policy
+        assert (await scheme.send()).acked == {0}
+        assert models.holds(receiver, 1.0)
+
+
 WEIGHTS = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
 WRONG: list[dict[str, Any]] = [
     {"weights": WEIGHTS},
