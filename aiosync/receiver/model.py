@@ -51,6 +51,7 @@ class WorkerModel:
         strict: Every name and dtype must match.
         buffers: Selects the buffers of the model that get weights.
         methods: Makes methods of the model reads; ``None`` if not even its forwards are.
+        check: Raises if a model cannot be guarded as these options say.
         watch: Warn once if a part of the model computes outside every read.
 
     Attributes:
@@ -69,6 +70,7 @@ class WorkerModel:
         strict: Strict,
         buffers: BufferChoice,
         methods: Methods | None,
+        check: Callable[[Any], object],
         watch: bool,
     ) -> None:
         self.resolve: Callable[[], Any] = resolve
@@ -81,6 +83,7 @@ class WorkerModel:
         self._inbox = inbox
         self._buffers: BufferChoice = buffers
         self._methods = methods
+        self._check = check
         self._copies = Copies(guard)
         self._loop = asyncio.get_running_loop()
         # Held while the forwards of a model become guarded. Re-entrant, because a signal's handler
@@ -203,6 +206,7 @@ class WorkerModel:
 
     def _adopt_late(self, model: Any, waiting: Staged | None) -> None:
         """Adopt a model; if the weights do not fit, guard it without any."""
+        self._check(model)
         try:
             self._adopt(model, waiting)
         except ApplyError as exc:
@@ -228,7 +232,9 @@ class WorkerModel:
 
         Raises:
             ApplyError: The weights do not fit; nothing was changed.
+            ConfigError: The model cannot be guarded; nothing was changed.
         """
+        self._check(model)
         # The model that is guarded now needs no weights. If another one was chosen and has not
         # replaced it yet, that choice ends here.
         same = model is self._target_of

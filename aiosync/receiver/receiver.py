@@ -74,6 +74,7 @@ class WeightReceiver:
         install_hooks: Make the forwards of the model reads of the guard.
         methods: Names of other methods of the model whose calls are reads; ``None`` for the public
             methods of a model without a forward.
+        check_model: As for :class:`WorkerModel`.
         flipped, meter: As for :class:`Applier`.
         after_apply: Asked at each update for the function to await before the trainer is told.
         before_apply: Called on the loop before an update is applied; refuses it if it raises.
@@ -107,6 +108,7 @@ class WeightReceiver:
         guard: Guard,
         install_hooks: bool,
         methods: Sequence[str] | None = (),
+        check_model: Callable[[Any], object],
         flipped: Callable[[int, int], object] | None = None,
         after_apply: Callable[[], AfterApply | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
@@ -146,6 +148,7 @@ class WeightReceiver:
             strict=strict,
             buffers=buffers,
             methods=Methods(guard, methods, say_methods) if install_hooks else None,
+            check=check_model,
             watch=apply != "manual",
         )
         self.applier: Applier = Applier(

@@ -110,9 +110,11 @@ class SchemeState(SchemeOptions):
         receiver, also with ``apply="manual"``, guards the new model and gives it the weights of
         :attr:`version` before it returns. The old model keeps its values in memory of its own,
         and loses its hooks. If the weights do not fit, the assignment raises
-        :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes. While a
-        forward pass runs in another thread, the hooks and the check are made at once, and the
-        new model gets the weights when that pass ends: reads have version 0 until then.
+        :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes; if the
+        model cannot be guarded, it raises :class:`~aiosync.ConfigError`. A context that gets such
+        a model by itself has updates refused. While a forward pass runs in another thread, the
+        hooks and the check are made at once, and the new model gets the weights when that pass
+        ends: reads have version 0 until then.
         ``model = None`` drops the model, also when that pass ends: the version is 0 then, and the
         next model, which may have other shapes, gets the next update.
         """

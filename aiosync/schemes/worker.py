@@ -201,6 +201,11 @@ class Worker:
                 "apply='manual' and call apply_pending()"
             )
 
+    def _check_found(self, scheme: SchemeState, model: Any) -> None:
+        """Raise if updates could tear a read of a module, which a context may have had or got."""
+        if isinstance(model, nn.Module):
+            self.check(scheme, model)
+
     def assign(self, scheme: SchemeState, life: Life, name: str, value: Any) -> None:
         """Set the model, weights or context, and tell the receiver; all of it or nothing."""
         if name != "context":
@@ -312,6 +317,7 @@ class Worker:
             guard=self._guard,
             install_hooks=scheme.guard == "forward",
             methods=self._methods,
+            check_model=functools.partial(self._check_found, scheme),
             flipped=self.hooks.at_once,
             after_apply=functools.partial(self._make_after_apply, scheme),
             before_apply=self.hooks.before_apply,
@@ -339,8 +345,7 @@ class Worker:
     async def prepare(self, scheme: SchemeState, model: Any) -> None:
         """Check the model, and let a hook prepare it, before any update is received."""
         # The model may be the context's, which was not checked before.
-        if isinstance(model, nn.Module):
-            self.check(scheme, model)
+        self._check_found(scheme, model)
         if self.hooks.prepare_model is not None:
             await run_hook(self.hooks.prepare_model, model)
 

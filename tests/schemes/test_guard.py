@@ -339,6 +339,62 @@ async def test_a_model_that_the_old_one_cannot_fill_is_refused_or_logged(
         assert receiver.version == 2
 
 
+class Owner:
+    """Object that has a model."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+
+class Generates(Policy):
+    """Model with a forward that no hook can guard."""
+
+    forward = Policy.stream
+
+
+class Mute(Policy):
+    """Model without one of the methods."""
+
+    act = None  # type: ignore[assignment]
+
+
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("named", [False, True], ids=["forward", "methods"])
+async def test_a_model_of_a_context_that_cannot_be_guarded_is_refused(
+    make: Any, named: bool
+) -> None:
+    """The model before it stays guarded, whether it was assigned or found in the context."""
+    target = Policy()
+    one, wrong = Owner(target), Owner(Mute() if named else Generates())
+    text = "no such function" if named else "cannot tell the end of"
+    init = {"context": one, "model": None, "methods": ("act",) if named else None}
+    source = {"model": Policy(1.0)}
+    async with harness.here(make(), None, sender=source, receiver=init) as (sender, receiver):
+
+        def forward(wait: Callable[..., None]) -> None:
+            target.between = wait
+            (target.act if named else target)(X)
+
+        def check_is_guarded() -> None:
+            with harness.read_elsewhere(receiver, forward):
+                with pytest.raises(aiosync.SyncTimeout):
+                    receiver.apply_weights(Policy(3.0).state_dict())
+            target.between = list
+
+        with pytest.raises(aiosync.ConfigError, match=text):
+            receiver.context = wrong
+        assert (receiver.context, receiver.model) == (one, target)
+        check_is_guarded()
+        one.policy = wrong.policy
+        with pytest.raises(aiosync.PartialSyncError, match=text):
+            await sender.send(Policy(2.0))
+        check_is_guarded()
+        one.policy = target
+        assert (await sender.send(Policy(3.0))).acked == {0}
+        assert version(target(X)) == 3.0
+
+
 # -- other methods of a model ------------------------------------------------------------------
 
 
