@@ -151,7 +151,7 @@ class DeviceCopies:
     @torch.no_grad()
     def _gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
         """Do what :meth:`gather` says."""
-        api, host = self._api, self._seen(flat).tensor()
+        api, host = self._api, self.source_of(flat).tensor()
         api.synchronize(self.device)
         for block in self._blocks:
             if block.small_leaves:
@@ -168,25 +168,28 @@ class DeviceCopies:
                 flat.array[start:stop] = 0
 
     @torch.no_grad()
-    def scatter(self, flat: FlatBuffer, tensors: Mapping[int, torch.Tensor]) -> None:
+    def scatter(
+        self, flat: FlatBuffer, source: FlatBuffer, tensors: Mapping[int, torch.Tensor]
+    ) -> None:
         """Copy a flat buffer into tensors, after all work that was queued on any stream.
 
         Args:
             flat: The flat buffer.
+            source: Result of :meth:`source_of` for it.
             tensors: The tensors of the leaves.
         """
-        api, seen = self._api, self._seen(flat)
+        api = self._api
         # The ring is for memory that can never be pinned. Other memory is, from its second use on.
-        ring = None if seen.pinnable or flat.is_shareable else self._pinned_ring()
-        host = seen.tensor()
+        ring = None if source.pinnable or flat.is_shareable else self._pinned_ring()
+        host = source.tensor()
         threads = min(len(os.sched_getaffinity(0)), self._largest // _SHARE_NBYTES, _MAX_THREADS)
         api.synchronize(self.device)
         with contextlib.closing(CopyPool(max(1, threads))) as pool:
             for block in self._blocks:
-                source = host[block.start : block.stop]
+                part = host[block.start : block.stop]
                 if ring is not None:
-                    source = ring.fill(flat.array[block.start : block.stop], pool)
-                api.transfer(self._device_bytes(block, tensors), source)
+                    part = ring.fill(flat.array[block.start : block.stop], pool)
+                api.transfer(self._device_bytes(block, tensors), part)
                 if ring is not None:
                     ring.used()
                 if block.small_leaves:
@@ -218,8 +221,12 @@ class DeviceCopies:
             )
         return self._ring
 
-    def _seen(self, flat: FlatBuffer) -> FlatBuffer:
-        """Return the buffer to transfer with: from the second transfer on pinned, if that works."""
+    def source_of(self, flat: FlatBuffer) -> FlatBuffer:
+        """Return the buffer to transfer with: from the second transfer on pinned, if that works.
+
+        Raises:
+            TransportBroken: Foreign code has closed the descriptor of the shared memory.
+        """
         # Pinning takes long, so it pays only for memory that is used again.
         again, flat.was_transferred = flat.was_transferred, True
         if not again or flat.nbytes < PINNED_NBYTES:

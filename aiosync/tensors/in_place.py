@@ -83,7 +83,7 @@ class InPlaceCopies:
         flat: FlatBuffer | None,
         fresh: Mapping[int, torch.Tensor],
     ) -> None:
-        """Copy the weights. Nothing here fails for a target that fits.
+        """Copy the weights. Nothing is written if memory to transfer from is not found any more.
 
         Args:
             sources: One tensor for each leaf.
@@ -91,6 +91,8 @@ class InPlaceCopies:
             fresh: New memory of tensors, by their ids: it gets the weights instead, and the caller
                 gives it to the tensors.
         """
+        # This may fail, so that it comes before anything is written.
+        origins = [] if flat is None else [each.source_of(flat) for each, _ in self._on_devices]
         alone = self._all if flat is None else self._on_host
         given = [sources[leaf] for _, leaf in alone]
         targets = [fresh.get(id(tensor), tensor) for tensor, _ in alone]
@@ -99,9 +101,9 @@ class InPlaceCopies:
         else:
             copy_tensors(zip(targets, given, strict=True))
         if flat is not None:
-            for copies, tensors in self._on_devices:
+            for origin, (copies, tensors) in zip(origins, self._on_devices, strict=True):
                 targets_there = {leaf: fresh.get(id(each), each) for leaf, each in tensors.items()}
-                copies.scatter(flat, targets_there)
+                copies.scatter(flat, origin, targets_there)
         # The copies do not tell autograd, and a backward pass must not use new weights silently.
         torch.autograd.graph.increment_version(self.tensors)
 

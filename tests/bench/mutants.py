@@ -460,8 +460,8 @@ MUTANTS = [
     Mutant(
         "weights leave an accelerator before they are written",
         "tensors/devices.py",
-        "self._seen(flat).tensor()\n        api.synchronize(self.device)\n",
-        "self._seen(flat).tensor()\n",
+        "self.source_of(flat).tensor()\n        api.synchronize(self.device)\n",
+        "self.source_of(flat).tensor()\n",
         "tests/tensors/test_devices.py -k 'another_stream'",
     ),
     Mutant(

@@ -123,9 +123,9 @@ class Deferred:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[Deferred]:
-    """Use a fake accelerator for the models of this process during a block."""
-    before, fake = accelerator(), Deferred()
+def deferred(fake: Deferred | None = None) -> Iterator[Deferred]:
+    """Use a fake accelerator, or this one, for the models of this process during a block."""
+    before, fake = accelerator(), fake or Deferred()
     use_accelerator(fake)
     try:
         yield fake

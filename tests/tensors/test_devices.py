@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from aiosync.device_memory import DeviceMemory
-from aiosync.errors import ConfigError
+from aiosync.errors import ConfigError, TransportBroken
 from aiosync.tensors import FlatBuffer, Flattener, Target
 from aiosync.tensors.copying import copy_tensors
 from aiosync.tensors.device_buffer import DeviceBuffer
@@ -199,6 +199,28 @@ def test_memory_of_others_that_cannot_be_mapped_again_goes_through_pinned_blocks
             each.zero_()
         apply(prepared.layout, private, {}, copy=True)
         assert all(torch.equal(target[name], source[name]) for name in target)
+
+
+class OnlyLarge(Deferred):
+    """A fake accelerator that has no small tensors."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return super().has(tensor) and tensor.numel() > 1000
+
+
+def test_nothing_is_written_if_the_memory_of_others_is_gone() -> None:
+    def share() -> memoryview:
+        raise TransportBroken("foreign code has closed the descriptor")
+
+    source = {"large": torch.ones(2**18), "small": torch.ones(3)}
+    with deferred(OnlyLarge()):
+        prepared = Flattener().prepare(source)
+        private = FlatBuffer(mmap.mmap(-1, prepared.layout.nbytes), share=share)
+        prepared.copy_into(private)
+        target = {name: torch.zeros_like(each) for name, each in source.items()}
+        with pytest.raises(TransportBroken):
+            Target(target).apply_(prepared.layout, private, {}, copy=True)
+    assert not any(bool(each.any()) for each in target.values())
 
 
 def test_parameters_on_the_cpu_never_point_at_device_memory(device: Deferred) -> None:
