@@ -267,6 +267,7 @@ class WorkerModel:
         if self._dropped:
             self._let_go()
         self._check_fits(model, waiting)
+        self._prepare(model)
         target = self._target_for(model)
         # There may be no version yet. A load function never takes the place of a model.
         if self.current is not None and isinstance(target, Target):
@@ -353,9 +354,16 @@ class WorkerModel:
             if self.current is not None:
                 self._guard.held = self.current.epoch, self.current.version
 
+    def _prepare(self, model: Any) -> bool:
+        """Return True if hooks can guard a model; raise if its methods cannot be guarded."""
+        if self._methods is None or why_unguarded(model) is not None:
+            return False
+        self._methods.prepare(model)
+        return True
+
     def _guard_forwards(self, model: Any) -> None:
         """Make forwards, methods and copies of this model reads, if hooks can; of no other one."""
-        guarded = self._methods is not None and why_unguarded(model) is None
+        guarded = self._prepare(model)
         # Walking over the model below is no read of it.
         self._wrap(None)
         if guarded:

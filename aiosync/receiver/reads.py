@@ -327,6 +327,12 @@ class Methods:
             Guarded(self._guard, method, name)
             _owner(model, name)
 
+    def prepare(self, model: nn.Module) -> None:
+        """Do the part of :meth:`wrap` that may fail, while the model before it stays guarded."""
+        self.check(model)
+        for name in self._names or ():
+            self._class_for(_owner(model, name), name)
+
     def wrap(self, model: nn.Module | None) -> None:
         """Guard the methods of this model, and no longer those of the model before it."""
         self._unwrap()

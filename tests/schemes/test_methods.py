@@ -377,3 +377,16 @@ async def test_a_class_that_makes_no_subclass_is_only_unguarded() -> None:
     with pytest.raises(aiosync.ApplyError, match="'look' of a SealedAgent: .*is sealed"):
         async with acting(SHM, SealedAgent(), methods=["look"]):
             pass
+
+
+@pytest.mark.parametrize("make", [SHM, PIPE])
+async def test_an_agent_of_such_a_class_does_not_take_the_place_of_another(make: Any) -> None:
+    agent, sealed = Agent(), SealedAgent()
+    models.fill(sealed, 9.0)
+    async with acting(make, agent, methods=["look"]) as (sender, worker):
+        with pytest.raises(aiosync.ConfigError, match="is sealed"):
+            worker.model = sealed
+        assert worker.model is agent
+        assert models.filled(sealed, 9.0)
+        await looks_beside_sends(sender, agent, agent.look)
+        assert models.filled(sealed, 9.0)
