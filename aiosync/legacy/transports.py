@@ -183,12 +183,7 @@ class Deliveries:
     def _fail(self, idx: int, error: Exception) -> None:
         """Keep the error of a worker, for :meth:`raise_failures`; of a refusal only the cause."""
         cause = error.__cause__ if isinstance(error.__cause__, ApplyError) else error
-        if not isinstance(cause, AiosyncError):
-            # Users' transports may raise errors of any type, which PartialSyncError cannot hold.
-            known = TransportBroken(repr(cause))
-            known.__cause__ = cause
-            cause = known
-        self.failed[idx] = cause
+        self.failed[idx] = cause if isinstance(cause, AiosyncError) else _as_broken(cause)
 
     def finish_all(self, timeout: float | None) -> None:
         """Wait for the answers of all workers."""
@@ -227,6 +222,13 @@ def _parameters(transport: Any, name: str) -> list[inspect.Parameter]:
     """Return the parameters of a transport's method, or none if it has no such method."""
     method = getattr(transport, name, None)
     return [] if method is None else list(inspect.signature(method).parameters.values())
+
+
+def _as_broken(cause: Exception) -> TransportBroken:
+    """Wrap an error of a user's transport, as :class:`PartialSyncError` holds only aiosync's."""
+    error = TransportBroken(repr(cause))
+    error.__cause__ = cause
+    return error
 
 
 class Backend:

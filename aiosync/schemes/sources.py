@@ -198,25 +198,18 @@ def resolve_sources(
     if num_workers is not None:
         num_workers = as_index("num_workers", num_workers)
     source, per_worker = model if weights is None else weights, dict[int, Any]()
-    has_map, has_context = params_map is not None, context is not None
-    has_devices, has_device_map = devices is not None, device_map_fn is not None
+    has_context, has_devices = context is not None, devices is not None
+    has_device_map = device_map_fn is not None
     refuse(
         (
             weights is not None and model is not None,
             "weights cannot be provided if model is provided",
-        ),
-        (
-            has_map and source is not None,
-            "model_id, weights, and model cannot be provided if params_map is provided",
-        ),
-        (
-            has_map and any((has_context, has_devices, has_device_map, num_workers is not None)),
-            "context, devices, device_map_fn or num_workers cannot be provided if params_map is",
-        ),
-        (
-            has_map and not _is_map_of_weights(params_map),
-            "params_map must be a dict[int, TensorDictBase]: worker index -> its weights",
-        ),
+        )
+    )
+    if params_map is not None:
+        others = (context, devices, device_map_fn, num_workers)
+        _check_map(params_map, source, others)
+    refuse(
         (has_context and has_devices, "devices cannot be provided if context is provided"),
         (
             has_context and has_device_map,
@@ -254,6 +247,24 @@ def _number_of(context: Any) -> int | None:
 
 def _is_map_of_weights(value: object) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(map(_is_source, value.values()))
+
+
+def _check_map(params_map: Any, source: Any, others: Iterable[Any]) -> None:
+    """Raise if ``params_map`` is no map of weights, or was given beside what excludes it."""
+    refuse(
+        (
+            source is not None,
+            "model_id, weights, and model cannot be provided if params_map is provided",
+        ),
+        (
+            any(each is not None for each in others),
+            "context, devices, device_map_fn or num_workers cannot be provided if params_map is",
+        ),
+        (
+            not _is_map_of_weights(params_map),
+            "params_map must be a dict[int, TensorDictBase]: worker index -> its weights",
+        ),
+    )
 
 
 def _read_map(params_map: Mapping[int, Any]) -> tuple[Any, dict[int, Any], int]:

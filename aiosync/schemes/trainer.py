@@ -134,19 +134,26 @@ class Trainer:
         assert self.runtime is not None
         # The user may have assigned this option since the last send.
         self.runtime.require = scheme.require
-        flatteners, given = self.runtime.copier.flatteners, self._given
-        sources = given.sources
+        sources = self._given.sources
         mapped = sources.per_worker or sources.device_map
         # This is nearly always the case.
         if weights is None and sources.weights is not None and not mapped:
-            return {None: flatteners[-1].prepare(sources.weights)}
+            return {None: self.runtime.copier.flatteners[-1].prepare(sources.weights)}
+        return self._prepare_found(scheme, self.runtime, weights, initial=initial)
+
+    def _prepare_found(
+        self, scheme: SchemeState, runtime: WeightSender, weights: Any, *, initial: bool
+    ) -> dict[int | None, Prepared]:
+        """Find the weights, and those of each worker; return what :meth:`prepare_send` does."""
+        flatteners, given = runtime.copier.flatteners, self._given
+        sources = given.sources
         weights = sources.resolve(weights, given.context, given.model_id or "policy")
         if weights is None and initial:
             return {}
         if weights is None:
             raise self._nothing_to_send()
         each = sources.plan(weights, scheme.per_worker_weights, scheme.strategy)
-        if self.runtime.workers.deltas is not None and None not in each:
+        if runtime.workers.deltas is not None and None not in each:
             raise ConfigError(
                 "delta= compares one state of the weights, and params_map or device_map_fn makes "
                 "one for each worker: choose one of them"

@@ -113,23 +113,8 @@ class Worker:
         max_staleness: float | None,
     ) -> None:
         validate_seconds("max_staleness", max_staleness, none=True)
-        target = model if model is not None else weights
+        target = _target_of(model, weights, load)
         refuse(
-            (
-                model is not None and weights is not None,
-                "weights cannot be provided if model is provided",
-            ),
-            (
-                not (target is None or isinstance(target, nn.Module) or is_nested(target)),
-                (
-                    f"a {type(target).__name__} has no weights to replace: pass a torch.nn.Module "
-                    "as model=, tensors as weights=, or a function that takes weights as load="
-                ),
-            ),
-            (
-                load is not None and target is not None,
-                "load cannot be provided if model or weights are provided",
-            ),
             (
                 transform is not None and not callable(transform),
                 f"transform must be callable, got {type(transform).__name__}",
@@ -240,7 +225,6 @@ class Worker:
         """Meet the trainer, and apply the initial weights."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        ends = None if timeout is None else began + timeout
         model, initial = self._given.target(), arguments.initial
         if initial:
             self._check_target(model)
@@ -252,12 +236,9 @@ class Worker:
             raise ConnectTimeout(f"model {self._given.model_id!r}: {exc}") from exc
         self.runtime = receiver = self._make_receiver(scheme, life, fabric, transport, kept)
         receiver.start()
-        # Only a weight server sends a note: its weights will come. A worker that does not subscribe
-        # gets no version before its first pull().
-        if initial and fabric.subscribes(scheme) and (welcome.version or welcome.note):
-            left = None if ends is None else max(0.0, ends - clock())
-            late = self._say_late(life, welcome, timeout or 0)
-            await receiver.waits.wait_for_first(welcome, timeout=left, late=late)
+        # A worker that does not subscribe gets no version before its first pull().
+        if initial and fabric.subscribes(scheme):
+            await self._wait_for_first(life, welcome, timeout, spent=clock() - began)
         none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
         life.log("joined", f"joined the trainer{none_yet}", receiver.version)
         if scheme.apply == "auto":
@@ -332,6 +313,16 @@ class Worker:
             meter=life.meter,
             log=life.log,
         )
+
+    async def _wait_for_first(
+        self, life: Life, welcome: Welcome, timeout: float | None, *, spent: float
+    ) -> None:
+        """Wait for the first version, if the trainer has one or will have one."""
+        # Only a weight server sends a note: its weights will come.
+        if welcome.version or welcome.note:
+            left = None if timeout is None else max(0.0, timeout - spent)
+            late = self._say_late(life, welcome, timeout or 0)
+            await self.waits.wait_for_first(welcome, timeout=left, late=late)
 
     def _say_late(self, life: Life, welcome: Welcome, seconds: float) -> ConnectTimeout:
         """Return the error for initial weights that do not arrive; log that a server has none."""
@@ -499,3 +490,26 @@ class Worker:
         else:
             # The method blocks, perhaps for this very loop.
             await in_thread(scheme.guarded(call))
+
+
+def _target_of(model: Any, weights: Any, load: Loader | None) -> Any:
+    """Return the target that was given, or ``None``; raise if it is none, or one of several."""
+    target = model if model is not None else weights
+    refuse(
+        (
+            model is not None and weights is not None,
+            "weights cannot be provided if model is provided",
+        ),
+        (
+            not (target is None or isinstance(target, nn.Module) or is_nested(target)),
+            (
+                f"a {type(target).__name__} has no weights to replace: pass a torch.nn.Module "
+                "as model=, tensors as weights=, or a function that takes weights as load="
+            ),
+        ),
+        (
+            load is not None and target is not None,
+            "load cannot be provided if model or weights are provided",
+        ),
+    )
+    return target

@@ -170,14 +170,20 @@ class Target:
             return
         mode: Mode = "copy" if copy else "flip"
         if isinstance(flat, DeviceBuffer):
-            if not copy:
-                raise ConfigError(
-                    "weights in device memory are copied, and this worker was told to point at "
-                    "them: construct its scheme with memory='device', too"
-                )
             mode = "copy there"
-            self._resolve(layout, values, mode).check_device(flat.device)
+            self._check_there(layout, flat, values, copy=copy)
         self.apply_tensors(layout, flat.views(layout), values, mode, flat)
+
+    def _check_there(
+        self, layout: Layout, flat: DeviceBuffer, values: Mapping[str, Any], *, copy: bool
+    ) -> None:
+        """Raise if the target cannot take weights from memory of a device."""
+        if not copy:
+            raise ConfigError(
+                "weights in device memory are copied, and this worker was told to point at "
+                "them: construct its scheme with memory='device', too"
+            )
+        self._resolve(layout, values, "copy there").check_device(flat.device)
 
     def apply_tensors(
         self,

@@ -382,13 +382,14 @@ class Flattener:
         plan = self._plan = self._plan_for(found, tensors, values)
         plan.outline = None if found.values else keys
         prepared = plan.prepared(tensors, values)
-        is_steady = (
-            tree is not None
-            and not found.values
-            and (self.extract_as == "tensordict" or tree.standard_state_dict())
-        )
-        self._tree, self._steady = tree, prepared if is_steady else None
+        self._tree, self._steady = tree, prepared if self._is_steady(found, tree) else None
         return prepared
+
+    def _is_steady(self, found: Found, tree: ModuleTree | None) -> bool:
+        """Return True if a source needs no walk as long as its modules and tensors stay."""
+        if tree is None or found.values:
+            return False
+        return self.extract_as == "tensordict" or tree.standard_state_dict()
 
     def _plan_for(
         self, found: Found, tensors: Sequence[torch.Tensor], values: dict[str, Any]

@@ -5,7 +5,7 @@ Making a plan changes nothing. This module must never import asyncio or a transp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
@@ -112,26 +112,24 @@ class Plan:
         self.puts: list[tuple[Spot, int, bool]] = []
         copies = self._sort(layout, mode, in_module=in_module)
         self.copies: InPlaceCopies = InPlaceCopies(copies, keeps_views=mode == "flip" and in_module)
-        has = accelerator().has
-        assigned = [spot.tensor for spot in self.assigned]
-        self.devices: set[torch.device] = {each.device for each in assigned if has(each)}
+        self.devices: set[torch.device] = _accelerators_of(self.assigned)
         self.first_parameter: nn.Parameter | None = _first_parameter(self.tensors.tensors)
         if self.devices and mode != "copy there":
             self.copies.allocate_on_devices(layout)
         self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
         self.is_single_use: bool = bool(self.puts) or not self._only_moves_to_views()
         self.digest: bytes = layout.digest
-        self.pick_flipped: _Pick | None = None
         self.cache_owners: list[Any] = find_cache_owners(target, self.tensors.tree)
-        if not (self.is_single_use or self.values or self.equal or copies or self.cache_owners):
-            self.pick_flipped = self._picker()
+        self.pick_flipped: _Pick | None = None if copies else self._picker()
 
     def _only_moves_to_views(self) -> bool:
         """Return True if each moved tensor becomes a view of its leaf."""
         return all(is_view for _, _, is_view in self.moves)
 
     def _picker(self) -> _Pick | None:
-        """Return the function that picks the leaves of the moves; ``None`` if nothing moves."""
+        """Return the function that picks the leaves of the moves; ``None`` if more changes."""
+        if self.is_single_use or self.values or self.equal or self.cache_owners:
+            return None
         leaves = [leaf for _, leaf, _ in self.moves]
         # For a single index, itemgetter() would return no sequence. _flip() stops
         # before the surplus view.
@@ -148,11 +146,8 @@ class Plan:
             tensor, leaf = spot.tensor, spot.leaves[0]
             memory, is_shared = memory_key(tensor), mode == "flip" and _is_shared(tensor)
             is_replaced = mode == "replace" or _is_replaced(spot)
-            is_flipped = (
-                mode == "flip"
-                and (is_replaced or in_module or not is_shared)
-                and _can_be_view(spot, layout.dtypes[leaf])
-            )
+            may_flip = mode == "flip" and (is_replaced or in_module or not is_shared)
+            is_flipped = may_flip and _can_be_view(spot, layout.dtypes[leaf])
             # If a leaf goes to two tensors that are not tied here, the second one copies.
             is_view = is_flipped and views.setdefault(leaf, memory) == memory
             if is_replaced:
@@ -179,6 +174,12 @@ class Plan:
                 f"the weights are on {device}, and this worker's model is on {where}: use "
                 "memory='host'"
             )
+
+
+def _accelerators_of(spots: Iterable[Spot]) -> set[torch.device]:
+    """Return the accelerators that have tensors."""
+    has = accelerator().has
+    return {spot.tensor.device for spot in spots if has(spot.tensor)}
 
 
 def _first_parameter(tensors: Sequence[torch.Tensor]) -> nn.Parameter | None:
