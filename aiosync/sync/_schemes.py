@@ -612,7 +612,11 @@ def core_of(scheme: WeightSyncScheme | Adapter) -> aio.WeightSyncScheme:
 
 def _facade_on(scheme: aio.WeightSyncScheme) -> WeightSyncScheme:
     """Return a new blocking scheme that stands on this async one."""
-    facade: WeightSyncScheme = object.__new__(twin_of(type(scheme)))
+    # A class of the user's own has the twin of the nearest base that has one.
+    nearest = next(
+        (twin_of(each) for each in type(scheme).__mro__ if each in _TWINS), WeightSyncScheme
+    )
+    facade: WeightSyncScheme = object.__new__(nearest)
     facade._adopt(scheme)
     return facade
 
@@ -671,8 +675,8 @@ def run_on_loop(scheme: WeightSyncScheme | Adapter, coroutine: Coroutine[Any, An
 
 
 def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
-    """Return the blocking class of an async one, or of the nearest of its bases that has one."""
-    return next((_TWINS[each] for each in cls.__mro__ if each in _TWINS), WeightSyncScheme)
+    """Return the blocking class of an async one; the base class if it has none of its own."""
+    return _TWINS.get(cls, WeightSyncScheme)
 
 
 def _discover() -> None:

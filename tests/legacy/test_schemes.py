@@ -60,6 +60,16 @@ def test_a_name_makes_the_class_of_that_generation(backend: str, name: str) -> N
         legacy.WeightSyncScheme.from_backend("tcp")
 
 
+def test_a_registered_class_of_the_users_is_no_scheme_of_that_generation() -> None:
+    class Mine(aiosync.SharedMemWeightSyncScheme):
+        pass
+
+    aiosync.register_weight_sync_backend("mine-of-shared")(Mine)
+    with pytest.raises(aiosync.ConfigError, match=r"aiosync\.sync"):
+        legacy.WeightSyncScheme.from_backend("mine-of-shared")
+    assert isinstance(sync.WeightSyncScheme.from_backend("mine-of-shared"), sync.WeightSyncScheme)
+
+
 SCHEMES = [name for name in legacy.__all__ if name.endswith("Scheme")]
 
 
