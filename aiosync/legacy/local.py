@@ -154,6 +154,8 @@ class SharedMemWeightSyncScheme(
 class _NoTransport:
     """Transport of this generation that does nothing."""
 
+    _takes_snapshot = True  # it looks at no weights
+
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send nothing."""
 

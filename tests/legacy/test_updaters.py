@@ -237,6 +237,30 @@ def test_a_worker_that_an_overridden_hook_misses_keeps_no_weights_from_the_other
     assert caught.value.failed == {0: lost, 1: lost}
 
 
+def test_an_overridden_hook_tells_of_a_lost_worker_once() -> None:
+    class Own(legacy.RPCWeightUpdater):
+        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+            if worker_id in lost:
+                raise aiosync.PartialSyncError(failed={worker_id: aiosync.PeerClosed("gone")})
+
+    lost, calls = {0}, list[int]()
+    updater = Own(collector_rrefs=[None] * 2)
+    updater.register_post_hook(lambda: calls.append(1))
+    weights = {"w": torch.zeros(1)}
+    with pytest.raises(aiosync.PartialSyncError):
+        updater(weights)
+    updater(weights)
+    assert calls == [1]
+    # An update that nobody gets fails each time.
+    for _ in range(2):
+        with pytest.raises(aiosync.PartialSyncError, match="worker 0"):
+            updater(weights, worker_ids=0)
+    lost.add(1)
+    with pytest.raises(aiosync.PartialSyncError, match="worker 1"):
+        updater(weights)
+    assert calls == [1]
+
+
 def test_vanilla_copies_all_or_nothing() -> None:
     policy, source = nn.Linear(2, 2), nn.Linear(2, 2)
     updater = legacy.VanillaWeightUpdater.from_policy(policy)

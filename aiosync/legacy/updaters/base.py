@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError, PartialSyncError
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    LocalProtocolError,
+    PartialSyncError,
+    PeerClosed,
+    TransportBroken,
+)
 from aiosync.protocol import finite_or_none, validate_seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
@@ -265,7 +272,8 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
     def __init__(self, timeout: float | None) -> None:
         validate_seconds("timeout", timeout, endless=True, none=True)
         self.timeout: float | None = finite_or_none(timeout)
-        self._reached: set[int] = set()  # workers that calls of the hook have sent to
+        self._reached: set[Any] = set()  # ids that calls of the hook have sent to
+        self._lost: set[int] = set()  # workers whose loss an update with the hook has named
 
     def register_collector(self, collector: Any) -> None:
         """Remember the collector, by a weak reference.
@@ -287,7 +295,7 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         """Send to one worker, for an override of this hook, or code that calls it itself."""
         self._send_at_once(server_weights, [worker_id])
-        self._reached.update(self._indices([worker_id]))
+        self._reached.add(worker_id)
 
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
         """Send to these workers at the same time, or let an overridden hook send to each."""
@@ -296,16 +304,24 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
             self._send_at_once(weights, worker_ids)
             return
         self._reached.clear()
-        failed: dict[int, AiosyncError] = {}
+        acked, failed, returned = set[int](), dict[int, AiosyncError](), 0
         for worker_id in worker_ids:
             # A worker that fails must not keep the weights from the workers after it.
             try:
                 self._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
+                returned += 1
             except PartialSyncError as exc:
-                self._reached |= exc.acked
+                acked |= exc.acked
                 failed.update(exc.failed)
+        if self._reached:
+            acked.update(self._indices([*self._reached]))
+        lost = {idx for idx, why in failed.items() if isinstance(why, PeerClosed | TransportBroken)}
+        # As without an override, a loss is named once, unless the update reaches nobody.
+        for idx in lost & self._lost if returned or acked else ():
+            del failed[idx]
+        self._lost = lost | (self._lost - acked)
         if failed:
-            raise PartialSyncError(acked=self._reached, failed=failed)
+            raise PartialSyncError(acked=acked, failed=failed)
 
     def _known(self, name: str, value: Any = None) -> Any:
         """Return a value; if it is ``None``, return the collector's attribute ``name``.
