@@ -69,12 +69,14 @@ class Trainer:
         """Let workers in, and bring them to the initial weights."""
         sources = self._given.sources
         self._children = multiprocessing.active_children()
+        # The user's own links may carry more than those that this scheme makes.
+        limits = getattr(scheme, "limits", None) if self.links else fabric.limits(scheme)
         copier = SnapshotCopier(
             fabric.arena(scheme),
             scheme.strategy.extract_as,
             # A mapping may have been changed since it was checked.
             check_dtypes(scheme.wire_dtype, "wire_dtype"),
-            fabric.limits(scheme),
+            limits,
         )
         self.runtime = sender = WeightSender(
             model_id=self._given.model_id or "policy",

@@ -11,6 +11,7 @@ import copy
 import errno
 import functools
 import mmap
+import multiprocessing
 import os
 import threading
 import time
@@ -558,12 +559,32 @@ async def test_weights_that_no_link_carries_are_refused_before_they_are_copied(
     scheme.init_on_sender(model_id="policy", weights=weights(1.0))
     async with scheme:
         await scheme.connect()
-        with monkeypatch.context() as patch:
-            for module, name in ((os, "posix_fallocate"), (mmap, "mmap")):
-                patch.setattr(module, name, functools.partial(_allocate, getattr(module, name)))
-            with pytest.raises(aiosync.ConfigError, match=text):
-                await scheme.send({"w": torch.empty(1, dtype=torch.uint8).expand(2**36 + 64)})
+        await _send_too_much(scheme, text, monkeypatch)
         await scheme.send()
+
+
+async def test_a_link_of_the_users_carries_what_its_own_limits_allow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    pipes = aiosync.MultiProcessWeightSyncScheme(timeout=PATIENCE)
+    given = {0: pipes.create_transport(ours)}
+    scheme = aiosync.TCPWeightSyncScheme(timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", weights=weights(1.0), transports=given)
+    pipes.init_on_receiver(model_id="policy", model=models.linear(), pipe=theirs)
+    async with scheme, pipes:
+        await asyncio.gather(scheme.connect(), pipes.connect())
+        await _send_too_much(scheme, "no memory", monkeypatch)
+        await scheme.send()
+
+
+async def _send_too_much(scheme: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send 64 GiB and some bytes on a host that has no such memory: the error has this text."""
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "posix_fallocate"), (mmap, "mmap")):
+            patch.setattr(module, name, functools.partial(_allocate, getattr(module, name)))
+        with pytest.raises(aiosync.ConfigError, match=text):
+            await scheme.send({"w": torch.empty(1, dtype=torch.uint8).expand(2**36 + 64)})
 
 
 def _allocate(real: Any, *args: Any, **options: Any) -> Any:
