@@ -93,7 +93,7 @@ class FramedTransport(Transport):
         name: Name of the peer in errors.
 
     Raises:
-        ConfigError: ``io`` is a one-way connection.
+        ConfigError: ``io`` is one-way or closed, or this process has no descriptor left.
 
     Attributes:
         io: The stream.
@@ -224,12 +224,14 @@ class FramedTransport(Transport):
         """Drop unread bytes; tell the peer if it broke the protocol, or if no room is left here."""
         self.io.drop_unread()
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
-        broke_protocol = self.says_why and isinstance(error, RemoteProtocolError)
+        why = error if self.says_why and isinstance(error, RemoteProtocolError) else None
         # A peer cannot see from its side what this process lacks.
-        if (broke_protocol or is_no_room(error and error.__cause__)) and not mid_frame:
+        if error is not None and is_no_room(error.__cause__):
+            why = error.__cause__
+        if why is not None and not mid_frame:
             # Bytes that the kernel does not take at once are dropped: no task waits for a peer that
             # breaks the protocol. Encoding fails if the text is longer than a header may be.
-            refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])
+            refuse = Refuse(type(error).__name__, str(why)[:_MAX_REASON])
             with contextlib.suppress(OSError, AiosyncError):
                 self.io.writev([memoryview(encode_frame(refuse, 0, limits=self.limits))])
 
