@@ -224,16 +224,19 @@ class FramedTransport(Transport):
         """Drop unread bytes; tell the peer if it broke the protocol, or if no room is left here."""
         self.io.drop_unread()
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
-        why = error if self.says_why and isinstance(error, RemoteProtocolError) else None
-        # A peer cannot see from its side what this process lacks.
-        if error is not None and is_no_room(error.__cause__):
-            why = error.__cause__
+        why = self._reason_for_peer(error)
         if why is not None and not mid_frame:
             # Bytes that the kernel does not take at once are dropped: no task waits for a peer that
             # breaks the protocol. Encoding fails if the text is longer than a header may be.
             refuse = Refuse(type(error).__name__, str(why)[:_MAX_REASON])
             with contextlib.suppress(OSError, AiosyncError):
                 self.io.writev([memoryview(encode_frame(refuse, 0, limits=self.limits))])
+
+    def _reason_for_peer(self, error: LinkError | None) -> BaseException | None:
+        """Return the error to tell the peer, if it cannot see the reason from its side."""
+        if error is not None and is_no_room(error.__cause__):
+            return error.__cause__
+        return error if self.says_why and isinstance(error, RemoteProtocolError) else None
 
     def _close_descriptors(self, *, farewell: bool) -> None:
         """Close the stream and the pidfd; with ``farewell`` the stream may tell the peer before."""

@@ -302,7 +302,11 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
         hook = getattr(self._sync_weights_with_worker, "__func__", None)
         if hook is AtOnceWeightUpdater._sync_weights_with_worker:
             self._send_at_once(weights, worker_ids)
-            return
+        else:
+            self._sync_each(weights, worker_ids)
+
+    def _sync_each(self, weights: Any, worker_ids: list[Any]) -> None:
+        """Let the overridden hook send to each of these workers, and raise one error for all."""
         self._reached.clear()
         acked, failed, returned = set[int](), dict[int, AiosyncError](), 0
         for worker_id in worker_ids:
