@@ -462,8 +462,11 @@ async def check_memory_stays(bench: Bench) -> None:
             await quick.wait(number)
             sizes.append(mapped_nbytes())
         model_nbytes = sum(each.nbytes for each in crew.source.layers)
-        # A single send may find no free slot, and a thread may start. A leak stays, and grows.
-        assert min(sizes[-5:]) <= sizes[5] + 2 * model_nbytes
+        # A single send may find no free slot, and a thread may start. A leak stays, and grows. An
+        # update that finds no slot on the device goes through the host, where the trainer and each
+        # worker keep a buffer for the next one.
+        spare = 5 if getattr(crew.sender, "memory", "host") == "device" else 2
+        assert min(sizes[-5:]) <= sizes[5] + spare * model_nbytes
         await slow.wait(21)
         assert ((await handles[-1]).acked, await crew.values()) == ({0, 1}, [21.0, 21.0])
 
