@@ -283,7 +283,7 @@ class WeightSender(OfScheme):
         try:
             for idx, transport in chosen.items():
                 sending.begin(idx, functools.partial(_begin, transport, model_id, weights))
-        except Exception:
+        except Exception:  # The caller of send() sees it.
             # The next send would take the answers of users' transports to this one for its own.
             for idx in sending.pending.copy():
                 if not isinstance(chosen[idx], Answered):
