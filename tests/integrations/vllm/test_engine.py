@@ -24,6 +24,7 @@ from aiosync.integrations.vllm import span_of
 from tests.integrations.vllm._server import TOKEN, Clients, Server
 from tests.integrations.vllm._tools import VOCAB, make_speller, make_weights
 from tests.support.pages import ROOT
+from tests.support.waiting import free_port
 
 if TYPE_CHECKING:
     from aiosync.integrations.vllm import AiosyncTrainerEngine
@@ -175,8 +176,9 @@ def test_the_object_for_trl(offline: dict[str, Any], server: Server) -> None:
 
 
 def test_the_trainer_of_the_page_on_nccl(offline: dict[str, Any], server: Server) -> None:
+    here = {"trainer.example": "127.0.0.1", "7000": str(free_port())}
     program = _program_of(
-        "vllm-nccl.md", **{"http://engine.example:8000": server.url, "(1000)": "(2)", "7000": "0"}
+        "vllm-nccl.md", **{"http://engine.example:8000": server.url, "(1000)": "(2)", **here}
     )
     program["train"](SimpleNamespace(state_dict=lambda: A), TOKEN)
     assert server.tokens() == offline["schemes"]["tcp"]["after"] != offline["fresh"]
