@@ -31,15 +31,20 @@ class Assembly:
         digest: Digest of the manifest.
         epoch: Epoch of the update.
         version: Version of the update.
+        wire_nbytes: Bytes of its chunks, as they travelled.
     """
 
-    __slots__ = ("_count", "_resumed", "_size", "_sums", "digest", "epoch", "nbytes", "version")
+    __slots__ = (
+        *("_count", "_resumed", "_size", "_sums"),
+        *("digest", "epoch", "nbytes", "version", "wire_nbytes"),
+    )
 
     def __init__(self, nbytes: int, digest: bytes, epoch: int, version: int) -> None:
         self.nbytes: int = nbytes
         self.digest: bytes = digest
         self.epoch: int = epoch
         self.version: int = version
+        self.wire_nbytes: int = 0
         # Checksums of the verified chunks, in order.
         self._sums: list[bytes] = []
         # Number of all chunks, and bytes of each chunk but the last.

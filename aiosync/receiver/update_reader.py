@@ -265,10 +265,13 @@ class UpdateReader:
         update, layout = self._layout_of(message, received.nbytes)
         epoch, version, values = update.epoch, update.version, update.values
         more = update.trace, layout.nbytes
+        landing: FlatBuffer | None
         if self._in_chunks:
-            landing = self._assemble(update, layout, received)
-            if landing is None:
+            whole = self._assemble(update, layout, received)
+            if whole is None:
                 return None
+            landing, wire_nbytes = whole
+            more = update.trace, wire_nbytes
         elif isinstance(received.key, tuple):
             # The link lends its own memory.
             lent = self._map(received.key, received.payload[0])
@@ -353,10 +356,13 @@ class UpdateReader:
         layout, encoded = self._layouts[update.digest], self._encoded
         return functools.partial(kept.take, update, layout, landing, place, encoded, running)
 
-    def _assemble(self, update: Update, layout: Layout, received: Received) -> FlatBuffer | None:
-        """Verify a chunk that arrived; return the whole update if this was the last chunk."""
+    def _assemble(
+        self, update: Update, layout: Layout, received: Received
+    ) -> tuple[FlatBuffer, int] | None:
+        """Verify a chunk that arrived; after the last one return the update and what travelled."""
         assembly, landing = self._assembly_of(update, layout)
         start, stop = assembly.place(update, received.nbytes)
+        assembly.wire_nbytes += received.nbytes
         running = self._running if self._running and received.nbytes else RunningChecksum()
         self._running = self._encoded = None
         running.update(landing.memoryview()[start + running.nbytes : stop])
@@ -366,7 +372,7 @@ class UpdateReader:
         self._is_shared = False
         if self._kept is not None:
             self._kept.complete(update)
-        return landing
+        return landing, assembly.wire_nbytes
 
     # -- memory of other processes -------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import contextlib
 import random
 import sys
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,21 @@ async def test_an_update_of_few_changes_travels_in_few_bytes() -> None:
             step(model)
             assert await sent_nbytes(sender) < SIZE / 30
             assert deltas.digests(target) == deltas.digests(model)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_counts_the_bytes_that_travelled() -> None:
+    seen: list[aiosync.SyncEvent] = []
+    async with pair() as (sender, model, receiver, _):
+        receiver.add_observer(SimpleNamespace(on_sync=seen.append))
+        for number in range(1, 4):
+            assert receiver.stats().wire_nbytes == sender.stats().wire_nbytes
+            before = receiver.stats().wire_nbytes
+            step(model)
+            sent = await sent_nbytes(sender)
+            assert receiver.stats().wire_nbytes == before + sent < before + SIZE / 30
+            await harness.until(lambda number=number: len(seen) == number)  # type: ignore[misc]
+            assert seen[-1].wire_nbytes == sent and seen[-1].nbytes >= SIZE
 
 
 @pytest.mark.asyncio
