@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import inspect
+import itertools
 import logging
 import math
 import time
@@ -26,8 +27,10 @@ __all__ = ["Meter", "SyncFacts"]
 # Most events that wait for the loop; the oldest are dropped beyond that.
 _MOST_EVENTS = 1024
 _MARK_SECONDS = 0.05
-# Marks kept for each power of 2: the older marks are, the fewer stay.
-_MARKS_KEPT = 32
+# An age may be wrong by so much of it, so that few marks of old versions stay.
+_AGE_SHARE = 0.1
+# Number of marks beside those that the last thinning kept, before the next one.
+_MORE_MARKS = 64
 _OUTCOMES: tuple[SyncOutcome, ...] = ("ok", "skipped", "refused", "timeout", "error")
 _NONE: Mapping[str, float] = {}
 
@@ -67,9 +70,9 @@ class Meter:
         self._wire_nbytes = 0
         # The greatest number that stats() returned, so that the next one is no smaller.
         self._started = 0
-        # For age(): versions and when they were sent, by the number of the mark.
-        self._marks: dict[int, tuple[int, float]] = {}
-        self._num_marks = 0
+        # For age(): versions and when they were sent, oldest first.
+        self._marks: list[tuple[int, float]] = []
+        self._most_marks = _MORE_MARKS
         self._last_seconds = _NONE
         self._events: deque[SyncEvent] = deque(maxlen=_MOST_EVENTS)
         self._is_delivery_due = False
@@ -85,22 +88,18 @@ class Meter:
     def mark(self, version: int, at: float) -> None:
         """Note for :meth:`age` that a version was sent at this time of ``time.perf_counter()``."""
         self.mark_due = at + _MARK_SECONDS
-        if version <= self._marks.get(self._num_marks, (0, 0.0))[0]:
+        if self._marks and version <= self._marks[-1][0]:
             # The versions of another trainer begin anew.
-            self._marks.clear()
-        self._num_marks = number = self._num_marks + 1
-        self._marks[number] = version, at
-        # A mark whose number ends in k binary zeros stays for 32 * 2**k marks: so the older marks
-        # are, the fewer of them stay.
-        for bit in range(number.bit_length()):
-            old = number - (_MARKS_KEPT << bit)
-            if old & -old == 1 << bit:
-                self._marks.pop(old, None)
+            self._marks = []
+        self._marks.append((version, at))
+        if len(self._marks) > self._most_marks:
+            self._marks = _thinned(self._marks, at)
+            self._most_marks = len(self._marks) + _MORE_MARKS
 
     def age(self, version: int) -> float:
         """Return about how many seconds ago a version was sent; 0.0 if that is not known."""
-        # Copy the marks, as another thread may note one.
-        marks = list(self._marks.values())
+        # Another thread may note a mark: it adds one to this list, or puts another in its place.
+        marks = self._marks
         found = bisect.bisect_right(marks, (version, math.inf))
         if not version or not marks:
             return 0.0
@@ -248,6 +247,16 @@ class Meter:
             if self._events and self._loop is not None:
                 # More events came meanwhile.
                 self._loop.call_soon(self.deliver)
+
+
+def _thinned(marks: list[tuple[int, float]], now: float) -> list[tuple[int, float]]:
+    """Return the marks without those that make a difference of less than a tenth of an age."""
+    kept = marks[:1]
+    for mark, (_, after) in itertools.pairwise(marks[1:]):
+        # Without this mark, its versions count as sent at the time of the one before.
+        if after - kept[-1][1] > _AGE_SHARE * (now - after):
+            kept.append(mark)
+    return [*kept, marks[-1]]
 
 
 def _wall_time(at: float) -> float:

@@ -13,6 +13,7 @@ import functools
 import mmap
 import multiprocessing
 import os
+import random
 import threading
 import time
 from typing import Any
@@ -59,6 +60,25 @@ async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: A
             # One set of weights cannot be for all workers.
             with pytest.raises(aiosync.ConfigError, match="worker_idx"):
                 setattr(sender, name, value)
+
+
+async def test_the_age_of_a_version_is_right_although_sends_are_uneven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, rng, targets = 1e6, random.Random(0), [models.linear() for _ in range(2)]
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    init = {"model": models.linear(), "num_workers": 2}
+    scheme = aiosync.MultiProcessWeightSyncScheme()
+    async with harness.crowd(scheme, targets, sender=init) as (sender, _):
+        sent_at = {1: now}
+        for _ in range(1000):
+            now += rng.choice([0.0, 0.06, 0.06, 0.06, 1.0, rng.choice([1.0, 30.0, 1000.0])])
+            everywhere = rng.random() < 0.01
+            report = await sender.send(worker_ids=None if everywhere else [0])
+            sent_at[report.version] = now
+            for worker in sender.stats().workers:
+                age = now - sent_at[worker.version]
+                assert abs(worker.age - age) <= max(0.05, 0.1 * age) + 1e-6
 
 
 @both
