@@ -249,6 +249,9 @@ class ServedModel:
                 workers.deltas.close()  # versions of another epoch are no bases
             for link in workers.links.values():
                 link.begin_epoch(epoch)
+            # Workers that went have no version of this run.
+            for record in workers.records.values():
+                record.had = 0
         # None stands for all workers.
         workers.history.add({None: snapshot})
         for link in workers.links.values():

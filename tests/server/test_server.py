@@ -604,6 +604,19 @@ async def test_stats_count_what_came_and_traces_pass_through() -> None:
         assert all("stage" in each.seconds for each in seen.events if each.role == "receiver")
 
 
+async def test_workers_that_went_before_another_run_have_none_of_its_versions() -> None:
+    async with WeightServer(URL) as server:
+        async with trainer(server) as source, worker(server, initial=False) as scheme:
+            for number in (1.0, 2.0, 3.0):
+                await send(source, number)
+            await scheme.wait_for_version(3)
+        await until(lambda: [each.state for each in server.stats()["policy"].workers] == ["left"])
+        async with trainer(server) as source:
+            await send(source, 1.0)
+            [left] = server.stats()["policy"].workers
+            assert (left.version, left.lag, left.age, left.state) == (0, 1, 0.0, "left")
+
+
 @pytest.mark.parametrize("limit", ["max_payload_nbytes", "max_tensors"])
 async def test_a_trainer_is_told_what_is_beyond_the_limits_of_the_server(limit: str) -> None:
     limits = aiosync.Limits(**{limit: 1 if limit == "max_tensors" else 64})
