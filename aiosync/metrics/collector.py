@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from aiosync import SyncEvent, VersionSpan
 from aiosync._version import __version__
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.events import SyncStats
 from aiosync.schemes import WeightSyncScheme
 from aiosync.schemes.internal import life_of
@@ -458,7 +458,7 @@ def _read(source: Source) -> tuple[tuple[SyncStats, ...], Mapping[str, int]]:
         return tuple(source.stats().values()), count_refusals(source)
     try:
         return (source.stats(),), getattr(source, "refused", {})
-    except LocalProtocolError:  # a scheme without a role has no statistics yet
+    except (LocalProtocolError, TransportClosed):  # a scheme that never had a role has none
         return (), {}
 
 

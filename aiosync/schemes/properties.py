@@ -193,6 +193,7 @@ class SchemeState(SchemeOptions):
 
         Raises:
             LocalProtocolError: The object is neither a sender nor a receiver yet.
+            TransportClosed: It was closed before it was one.
         """
         life = self._life
         if life.runtime is not None:

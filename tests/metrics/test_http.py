@@ -225,6 +225,18 @@ async def test_of_a_closed_scheme_only_counters_are_shown(package: Any) -> None:
 
 
 @asynchronous
+@pytest.mark.parametrize("package", [aiosync, aiosync.sync], ids=["async", "blocking"])
+async def test_a_scheme_that_was_closed_before_it_had_a_role_shows_nothing(package: Any) -> None:
+    scheme, gate = package.TCPWeightSyncScheme(), AdmissionGate()
+    metrics = Metrics(scheme, gate)
+    async with serve(metrics, ANY) as url:
+        shown = (await get(url, "/metrics")).body
+        await asyncio.to_thread(scheme.abort if package is aiosync else scheme.shutdown)
+        assert (await get(url, "/metrics")).body == shown
+        assert (await get(url, "/readyz")).body == f"not ready: {gate!r}\n"
+
+
+@asynchronous
 async def test_a_feed_is_a_source_and_its_counters_outlive_its_runs() -> None:
     """A feed receives with copies of its scheme, so the feed itself is the source."""
     source = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
