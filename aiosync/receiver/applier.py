@@ -122,15 +122,25 @@ class Applier:
     @property
     def staged_version(self) -> int:
         """Version of the update that waits to be applied; 0 if there is none."""
-        return max(0 if self.waiting is None else self.waiting.version, self._updates.named_version)
+        # A thread may take the update meanwhile.
+        waiting = self.waiting
+        return max(0 if waiting is None else waiting.version, self._updates.named_version)
+
+    @property
+    def progress(self) -> tuple[int | None, int, int, int]:
+        """Epoch and version of the model, the newest version that arrived, and the lag."""
+        inbox = self._ledger.inbox
+        # A thread may apply a version meanwhile: the newest one is read last, and so is no older.
+        epoch, version, named = inbox.epoch, inbox.version, self._updates.named_version
+        newest = max(named, inbox.newest)
+        # The model has none of the versions of another epoch.
+        lag = max(0, newest - version) if inbox.newest_epoch == epoch else newest
+        return epoch, version, newest, lag
 
     @property
     def lag(self) -> int:
         """Number of versions by which the applied version is behind the newest one that arrived."""
-        inbox = self._ledger.inbox
-        newest = max(inbox.newest, self._updates.named_version)
-        # The model has none of the versions of another epoch.
-        return newest - inbox.version if inbox.newest_epoch == inbox.epoch else newest
+        return self.progress[3]
 
     @property
     def is_quick(self) -> bool:

@@ -611,15 +611,15 @@ class WeightReceiver:
 
     def stats(self) -> SyncStats:
         """Return the numbers of this worker's syncs. On any thread."""
-        inbox, lag, current = self.ledger.inbox, self.lag, self.applier.model.current
-        version, worker = inbox.version, self._transformer
+        epoch, version, newest, lag = self.applier.progress
+        worker, current = self._transformer, self.applier.model.current
         return self.meter.stats(
             under_way=lambda: (
                 self.applier.has_staged + (worker is not None and worker.updates.is_busy)
             ),
-            epoch=inbox.epoch or 0,
+            epoch=epoch or 0,
             version=version,
-            newest_version=lag + (version if inbox.epoch == inbox.newest_epoch else 0),
+            newest_version=newest,
             lag=lag,
             age=0.0 if current is None else current.age,
         )
