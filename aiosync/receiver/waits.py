@@ -208,8 +208,8 @@ class VersionWaits:
         await self.wait_until(arrived, timeout=timeout, late=late, applied=True)
         self.reported = (inbox.epoch, inbox.version)
 
-    async def receive(self, timeout: float | None) -> bool:
-        """Wait for an applied update that was not reported yet; return True if there is one."""
+    async def receive(self, timeout: float | None) -> tuple[int, int] | None:
+        """Wait for an applied update that was not reported yet; return its epoch and version."""
         inbox, refused = self._ledger.inbox, self._ledger.refused
 
         def arrived() -> bool:
@@ -226,9 +226,9 @@ class VersionWaits:
         except RecvTimeout:
             # A hook that raised a RecvTimeout has ended the receiver.
             self._check()
-            return False
-        self.reported = (inbox.epoch, inbox.version)
-        return True
+            return None
+        self.reported = found = (inbox.epoch or 0, inbox.version)
+        return found
 
     async def wait_for(
         self,

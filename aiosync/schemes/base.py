@@ -540,10 +540,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         receiver: WeightReceiver = self._require("receive", "receiver").runtime
         self._limit(timeout)
-        if not await receiver.waits.receive(timeout):
+        found = await receiver.waits.receive(timeout)
+        if found is None:
             return None
-        epoch, version = receiver.ledger.inbox.epoch or 0, receiver.ledger.inbox.version
-        return AppliedUpdate(epoch, version, self.model_id or "policy", lambda: self.weights)
+        return AppliedUpdate(*found, self.model_id or "policy", lambda: self.weights)
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).

@@ -87,3 +87,27 @@ async def test_statistics_are_of_one_moment(by_word: bool) -> None:
                 await asyncio.wait_for(handle, PATIENCE)
                 if not step.has_come:
                     break
+
+
+async def test_no_version_is_received_twice() -> None:
+    target, scheme = models.linear(), aiosync.SharedMemWeightSyncScheme()
+    pair = harness.here(scheme, target, sender={"model": models.linear()})
+    with ThreadPoolExecutor(1) as pool:
+        async with pair as (sender, receiver):
+            await promised(sender, receiver)
+            handles: list[aiosync.SendHandle] = []
+
+            def apply() -> None:
+                handles.append(sender.send_nowait())
+                pool.submit(target, X).result(9)
+
+            for number in itertools.count():
+                apply()
+                with Step(number, apply) as step:
+                    found = await receiver.receive(0)
+                versions = [each.version for each in (found, await receiver.receive(0)) if each]
+                assert versions == sorted({*versions}) and versions[-1] == sender.version
+                while handles:
+                    await asyncio.wait_for(handles.pop(), PATIENCE)
+                if not step.has_come:
+                    break
