@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio import to_thread
 
 from aiosync.testing import LeakError, assert_no_leaks
 
@@ -140,3 +141,10 @@ async def test_what_ends_within_the_grace_is_no_leak() -> None:
         asyncio.ensure_future(asyncio.sleep(0))  # noqa: RUF006 - it ends by itself
     with assert_no_leaks():
         threading.Timer(0.02, bool).start()
+
+
+@pytest.mark.asyncio
+async def test_threads_that_the_loop_keeps_are_no_leak() -> None:
+    async with assert_no_leaks(grace=0.0):
+        await asyncio.to_thread(bool)
+        await to_thread.run_sync(bool)

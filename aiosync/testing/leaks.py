@@ -21,6 +21,9 @@ from typing import Final, Self
 
 __all__ = ["LEAK_KINDS", "LeakError", "assert_no_leaks"]
 
+# Names of the threads that a loop, or anyio on it, keeps for later calls until the loop closes.
+_KEPT_THREADS = ("asyncio_", "uvloop_", "AnyIO worker thread")
+
 
 def _read(path: str | Path) -> str:
     """Return the text of a file; empty if it cannot be read."""
@@ -59,10 +62,11 @@ def _fds() -> dict[object, str]:
 
 
 def _threads() -> dict[object, str]:
-    """Return the threads that Python knows to run."""
+    """Return the threads that Python knows to run, without those that a running loop keeps."""
     # A "Dummy-" thread is a native thread that ran Python once; Python cannot tell its end.
+    others = ("Dummy-", *(() if asyncio._get_running_loop() is None else _KEPT_THREADS))
     threads = threading.enumerate()
-    return {thread: thread.name for thread in threads if not thread.name.startswith("Dummy-")}
+    return {thread: thread.name for thread in threads if not thread.name.startswith(others)}
 
 
 def _processes() -> dict[object, str]:
@@ -118,9 +122,10 @@ _LISTERS = {
 LEAK_KINDS: Final = ("tasks", "fds", "threads", "processes", "shm", "mappings")
 """Kinds of resources that can be compared.
 
-``tasks`` of the running loop; ``fds``, open file descriptors; ``threads``; ``processes``, child
-processes; ``shm``, entries of ``/dev/shm`` that belong to this user and that no other process has
-mapped; ``mappings``, mapped anonymous files and files of ``/dev/shm``.
+``tasks`` of the running loop; ``fds``, open file descriptors; ``threads``, but for those that the
+running loop keeps for ``asyncio.to_thread()`` and its like; ``processes``, child processes;
+``shm``, entries of ``/dev/shm`` that belong to this user and that no other process has mapped;
+``mappings``, mapped anonymous files and files of ``/dev/shm``.
 """
 
 
