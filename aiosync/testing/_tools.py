@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from aiosync.errors import PeerClosed, RecvTimeout, TransportBroken, TransportClosed
+from aiosync.errors import ConfigError, PeerClosed, RecvTimeout, TransportBroken, TransportClosed
 from aiosync.testing.leaks import LEAK_KINDS, LeakError, assert_no_leaks
 from aiosync.transports.base import Lender, Received, Transport
 from aiosync.types import Capabilities, Limits
@@ -181,7 +181,7 @@ class Check:
         leaks: tuple[str, ...] = LEAK_KINDS,
         patience: float = 5.0,
     ) -> None:
-        """Run the check on fresh links.
+        """Run the check on fresh links; ask :meth:`skip_reason` before.
 
         Args:
             pair_factory: Makes a link for the check.
@@ -191,9 +191,12 @@ class Check:
             patience: Seconds after which an operation that should end at once counts as hung.
 
         Raises:
+            ConfigError: A hook that the check needs is missing.
             ConformanceError: The statement does not hold, or the check hangs.
             LeakError: The statement holds, but the check left something behind.
         """
+        if reason := self.skip_reason(hooks):
+            raise ConfigError(f"the check {self.name} {reason}: skip it without that")
 
         async def body() -> None:
             _patience.set(patience)  # within() runs this in a task of its own, so only there

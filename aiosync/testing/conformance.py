@@ -1,8 +1,9 @@
 """The published conformance suite: the duties of every transport, as a list of checks.
 
 The suite works with any test-runner. With pytest, parametrize a test over
-:data:`CONFORMANCE_CHECKS` and await ``check.run(factory)``; without a runner, await
-:func:`check_transport`, which runs all checks. The checks open real links, use no mocks, and wait
+:data:`CONFORMANCE_CHECKS`, skip a check for which ``check.skip_reason(hooks, capabilities)`` has a
+reason, and await ``check.run(factory, hooks=hooks)`` of the others; without a runner, await
+:func:`check_transport`, which does the same. The checks open real links, use no mocks, and wait
 for conditions rather than for time. The docstring of a check is the statement that it tests.
 
 This module must never import pytest or torch. The contract is

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from aiosync.errors import PeerClosed, RecvTimeout
+from aiosync.errors import ConfigError, PeerClosed, RecvTimeout
 from aiosync.testing import (
     CONFORMANCE_CHECKS,
     Check,
@@ -282,6 +282,14 @@ async def test_a_wrong_transport_fails(name: str) -> None:
     with pytest.raises(ConformanceError) as caught:
         await check.run(WRONG[name].pair, patience=0.05)
     assert check.description in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["limits_of_sender", "cut_mid_message"])
+@pytest.mark.asyncio
+async def test_a_check_without_its_hooks_fails_no_transport(name: str) -> None:
+    check = next(check for check in CONFORMANCE_CHECKS if check.name == name)
+    with pytest.raises(ConfigError, match=f"the check {name} needs the hook"):
+        await check.run(MPTransport.pair)
 
 
 @pytest.mark.asyncio
