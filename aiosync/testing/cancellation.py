@@ -62,9 +62,11 @@ async def _run_once(
     # The outcome is not the task's result, because a task that cancels itself has no result.
     outcomes: list[CancelOutcome[_T]] = []
     delivered = False
+    task: asyncio.Task[Any] | None = None
 
     def cancel(_: object = None) -> None:
         nonlocal delivered
+        assert task is not None
         delivered = task.cancel()
 
     @types.coroutine
@@ -89,17 +91,20 @@ async def _run_once(
         raise AssertionError
 
     async def body() -> None:
+        nonlocal task
+        # An eager task runs up to here, and further, before its factory returns it.
+        task = asyncio.current_task()
         try:
             result = await stepwise(operation())
             outcomes.append(CancelOutcome(point, late, delivered, result))
         except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001  # the check gets it
             outcomes.append(CancelOutcome(point, late, delivered, error=exc))
 
-    task = asyncio.ensure_future(body())
+    running = asyncio.ensure_future(body())
     try:
-        await asyncio.wait({task})
+        await asyncio.wait({running})
     finally:
-        task.cancel()
+        running.cancel()
     return outcomes[0]
 
 

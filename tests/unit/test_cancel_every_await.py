@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
@@ -73,6 +74,21 @@ async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None
     await cancel_at_every_await(wait_for_it, look)
     assert outcomes == {False: True, True: False}
     assert futures[2].result() == "it"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="no eager tasks before 3.12")
+async def test_eager_tasks_are_cancelled_at_each_await_too() -> None:
+    async def two_steps() -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+
+    loop = asyncio.get_running_loop()
+    # On Python 3.13 uvloop gives factories an option that asyncio's own one may not know.
+    loop.set_task_factory(lambda loop, coro, **_: asyncio.Task(coro, loop=loop, eager_start=True))
+    try:
+        assert await cancel_at_every_await(two_steps) == 2
+    finally:
+        loop.set_task_factory(None)
 
 
 async def test_an_operation_that_never_waits_is_an_error() -> None:
