@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import pickle
 import sys
 import threading
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_what_is_left_is_seen_and_only_where_it_is_looked_for() -> None:
     os.close(other)
     os.close(fd)
     assert os.devnull in caught.value.leaks["fds"][0]
+
+
+def test_the_error_travels_to_other_processes() -> None:
+    error = LeakError({"fds": ("3 -> /dev/null",)})
+    error.add_note("a note")
+    same = pickle.loads(pickle.dumps(error))
+    assert (str(same), same.leaks, same.__notes__) == (str(error), error.leaks, error.__notes__)
 
 
 def test_garbage_is_no_leak() -> None:

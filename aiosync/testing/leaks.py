@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 __all__ = ["LEAK_KINDS", "LeakError", "assert_no_leaks"]
 
@@ -142,6 +142,10 @@ class LeakError(AssertionError):
             "left behind: "
             + "; ".join(f"{kind}: {', '.join(things)}" for kind, things in self.leaks.items())
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The notes travel, too: that of a conformance check names it.
+        return type(self), (self.leaks,), vars(self)
 
 
 class assert_no_leaks:  # in small letters, because it reads as a verb
