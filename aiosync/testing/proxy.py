@@ -274,7 +274,7 @@ class _Connection:
                     if not block:
                         destination.shutdown(socket.SHUT_WR)
                         return True
-                    await loop.sock_sendall(destination, block)
+                    await _write(destination, block, running)
                 except OSError:
                     # The other direction still has to relay the bytes that the destination sent
                     # before it broke, so the connection is not reset here.
@@ -298,6 +298,22 @@ class _Connection:
             if self._ended.result() and sock.fileno() >= 0:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
             sock.close()
+
+
+async def _write(sock: socket.socket, block: bytes, running: asyncio.Event) -> None:
+    """Write a block, but none of its bytes while the direction is stalled."""
+    loop = asyncio.get_running_loop()
+    while block:
+        await running.wait()
+        try:
+            block = block[sock.send(block) :]
+        except BlockingIOError:
+            writable = asyncio.Event()
+            loop.add_writer(sock, writable.set)
+            try:
+                await writable.wait()
+            finally:
+                loop.remove_writer(sock)
 
 
 def _by_offset(faults: Faults) -> list[tuple[float, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 from collections.abc import AsyncIterator
@@ -143,3 +144,25 @@ async def test_a_stall_holds_the_source_up_until_resume(direction: str, at: int)
         assert await read_exactly(source, 1) == b"x"
         assert len((await read_all(destination))[0]) == 200_000 - at
         await sending
+
+
+@by_direction
+async def test_a_stall_holds_back_the_rest_of_a_block(direction: str) -> None:
+    async with relayed() as pair:
+        source, destination = pair.ends(direction)
+        sending = asyncio.create_task(send(source, bytes(6_000_000)))
+        before = -1
+        while pair.relayed != before:
+            before = pair.relayed
+            await asyncio.sleep(0.1)
+        # The kernel took a part of the next block at most.
+        pair.proxy.stall()
+        got = 0
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.1):
+                    got += len(await asyncio.get_running_loop().sock_recv(destination, 2**16))
+        assert before <= got < before + 2**16 and pair.relayed == before
+        pair.proxy.resume()
+        await read_exactly(destination, 6_000_000 - got)
+        assert await sending == "sent"
