@@ -188,7 +188,8 @@ class Check:
             hooks: The author's hooks.
             leaks: Kinds of leaks to look for after the check; see
                 :data:`aiosync.testing.LEAK_KINDS`.
-            patience: Seconds after which an operation that should end at once counts as hung.
+            patience: Seconds after which an operation that should end at once counts as hung. The
+                whole check has six times as long, and 30 seconds at least.
 
         Raises:
             ConfigError: A hook that the check needs is missing.
@@ -204,7 +205,7 @@ class Check:
 
         try:
             async with assert_no_leaks(kinds=leaks):
-                await within(body(), self.name, 30.0)
+                await within(body(), self.name, max(30.0, 6 * patience))
         except (ConformanceError, LeakError) as exc:
             exc.add_note(f"conformance check {self.name}: {self.description}")
             raise

@@ -29,6 +29,7 @@ from aiosync.testing import (
     TransportFactory,
     check_transport,
 )
+from aiosync.testing.sim import simulate
 from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
@@ -312,6 +313,14 @@ async def test_check_transport_reports_what_it_ran_and_names_every_failure() -> 
         await check_transport(SendsTheFirstBuffer.pair, checks=some)
     assert "payloads" in str(caught.value)
     assert "lent_buffers" in str(caught.value)
+
+
+def test_more_patience_gives_the_whole_check_more_time() -> None:
+    async def body(_: object) -> None:
+        await asyncio.sleep(100)
+
+    slow = Check("slow", "It takes long.", frozenset(), body)
+    simulate(lambda _: slow.run(MPTransport.pair, leaks=(), patience=20.0), seed=1)
 
 
 def test_check_names_are_unique_and_described() -> None:
