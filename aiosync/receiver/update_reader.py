@@ -396,9 +396,11 @@ class UpdateReader:
     @property
     def named_version(self) -> int:
         """Version that the link's word names, if it is new and can be read; else 0."""
-        if self.slots is None or self.epoch is None:
+        # Another thread may ask while the link ends.
+        slots = self.slots
+        if slots is None or self.epoch is None:
             return 0
-        version, digest = self.slots.named_version
+        version, digest = slots.named_version
         return version if digest in self._layouts else 0
 
     def open_named(self) -> Staged | None:

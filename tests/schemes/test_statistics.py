@@ -111,3 +111,18 @@ async def test_no_version_is_received_twice() -> None:
                     await asyncio.wait_for(handles.pop(), PATIENCE)
                 if not step.has_come:
                     break
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["sender", "receiver"])
+async def test_the_state_can_be_read_while_a_thread_closes_the_scheme(side: int) -> None:
+    for number in itertools.count():
+        scheme = aiosync.SharedMemWeightSyncScheme()
+        pair = harness.here(scheme, models.linear(), sender={"model": models.linear()})
+        async with pair as both:
+            both[0].send_nowait()
+            with Step(number, both[side].abort) as step:
+                # stats() reads these, too, in many more steps.
+                found = [both[side].lag, *both[0].worker_versions.values(), both[1].staged_version]
+            assert min(found) >= 0
+        if not step.has_come:
+            break

@@ -165,7 +165,8 @@ class SlotPublisher:
         Once the link has ended, this is the last such version.
         """
         # The peer writes the word, so a version that was never named does not count.
-        return self._held if self._words is None else min(self._words[HOLDS], self.version)
+        words = self._words
+        return self._held if words is None else min(words[HOLDS], self.version)
 
     def forget(self) -> None:
         """Store the next word even for the same version: the peer says that it holds none.
