@@ -78,9 +78,9 @@ class Meter:
         self._is_delivery_due = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, role: SyncRole, model: str, transport: str) -> None:
+    def start(self, role: SyncRole, model: str) -> None:
         """Begin to count for a scheme. Called on the loop on which observers are called."""
-        self.role, self.model, self.transport = role, model, transport
+        self.role, self.model = role, model
         self._loop = asyncio.get_running_loop()
 
     # -- numbers -------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
     def _begin(self, model_id: str | None, worker_idx: int | None = None) -> None:
         """Begin a new life in this process: without a role, a loop or links."""
-        self._life = Life(model_id)
+        self._life = Life(model_id, self._backend or type(self).__name__)
         self._life.worker_idx = worker_idx
         self._fabric.begin(self._life)
 
@@ -383,7 +383,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         cancelled_before = life.begin_to_connect()
         side = life.side
         assert side is not None
-        life.meter.start(side.role, self.model_id or "policy", self._backend or type(self).__name__)
+        life.meter.start(side.role, self.model_id or "policy")
         try:
             with life.waiting("connect()", limit, side.awaited):
                 arguments = ConnectArguments(weights, processes, initial)

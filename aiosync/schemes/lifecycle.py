@@ -94,6 +94,7 @@ class Life:
 
     Args:
         model_id: Name of the model, if it is known.
+        transport: Short name of the scheme, for its statistics.
 
     Attributes:
         given: Arguments of ``init_on_*()``, and values assigned since.
@@ -112,7 +113,7 @@ class Life:
         shared: Objects that links share, and links that no runtime may have taken.
     """
 
-    def __init__(self, model_id: str | None) -> None:
+    def __init__(self, model_id: str | None, transport: str) -> None:
         self.given: Given = Given(model_id)
         self.side: Side | None = None
         self.worker_idx: int | None = None
@@ -124,7 +125,7 @@ class Life:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.connecting: asyncio.Task[Any] | None = None
         self.guard: Guard = Guard()
-        self.meter: Meter = Meter()
+        self.meter: Meter = Meter(transport=transport)
         self.listeners: list[Listener] = []
         # Each has abort() and aclose().
         self.shared: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -80,10 +80,12 @@ async def check_stats(bench: Bench) -> None:
             *("sender", "policy", 0),
             (),
         )
+        transport = found.transport
         for idx in range(3):
             crew.hire(small(), idx)
         connecting = (each.connect() for each in crew.workers)
         await asyncio.gather(sender.connect(), *connecting)
+        assert sender.stats().transport == transport
         for number in (2.0, 3.0, 4.0):
             report = await crew.send(number)
             assert await crew.values() == [number] * 3
