@@ -227,9 +227,6 @@ class Admission:
             link.abort()
         self.arriving[transport] = idx
         record = registry.record(idx)
-        registry.counts["reconnects"] += (
-            hello.session is not None and hello.session == record.session
-        )
         record.pid, record.session = hello.pid, hello.session
         if idx in self.initial or None in self.initial:
             # The weights of this version are still being copied, and follow.

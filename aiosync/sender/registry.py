@@ -193,7 +193,11 @@ class WorkerRegistry:
         if gone is not None and is_untold and record.joined != hello.pid:
             self.records.replaced[idx] = record.predecessor = gone
         record.recover()
-        record.joined, record.subscribes = hello.pid, hello.subscribe
+        # A worker whose handshakes failed before was not here yet.
+        is_back = hello.session is not None and hello.session == record.joined_session
+        self.counts["reconnects"] += is_back
+        record.joined, record.joined_session = hello.pid, hello.session
+        record.subscribes = hello.subscribe
         link = WorkerLink(idx, transport, hello, self)
         self.links = dict(sorted((self.links | {idx: link}).items()))
         if old is not None and gone is not None:

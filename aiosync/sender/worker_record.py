@@ -22,6 +22,7 @@ class WorkerRecord:
         pid: The process that the index was given to, as its Hello said.
         session: Session of the receiver that the index was given to.
         joined: Process of the worker that joined last.
+        joined_session: Session of its receiver.
         predecessor: The error of the holder of the index before, if no report had named it when the
             next one joined; ``None`` for none.
         subscribes: True if the worker gets every update, so that sends miss it when it is gone.
@@ -41,6 +42,7 @@ class WorkerRecord:
     pid: int = 0
     session: bytes | None = None
     joined: int = 0
+    joined_session: bytes | None = None
     predecessor: AiosyncError | None = None
     subscribes: bool = True
     error: AiosyncError | None = None

@@ -22,7 +22,8 @@ from torch import nn
 
 import aiosync
 from aiosync.testing import FaultProxy, Faults, Plan
-from aiosync.wire import Challenge, Message, Proof, Refuse, encode_frame
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import Challenge, Hello, Message, Proof, Refuse, encode_frame
 from tests._certificates import certificates
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
@@ -96,6 +97,23 @@ async def stage(url: str, plan: Plan | None = None, **options: Any) -> AsyncIter
 
 
 # -- links that are lost -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["unix"], indirect=True)
+async def test_a_worker_that_never_came_does_not_come_back(url: str) -> None:
+    """Its first links end before the answer, which fails at once over a Unix socket alone."""
+    sender, hello = make(url), Hello("receiver", "policy", os.getpid(), session=b"s" * 16)
+    sender.init_on_sender("policy", model=models.linear())
+    async with sender:
+        await sender.connect()
+        for _ in range(3):
+            link = await TCPTransport.connect(sender.address)
+            await link.send(hello)
+            link.abort()
+        async with await TCPTransport.connect(sender.address) as link:
+            await link.send(hello)
+            await link.recv(timeout=PATIENCE)
+            assert sender.stats().reconnects == 0
 
 
 @pytest.mark.parametrize("applied", ["before", "while it is away", "on the next link"])
