@@ -621,7 +621,7 @@ class WeightReceiver:
             version=version,
             newest_version=newest,
             lag=lag,
-            age=0.0 if current is None else current.age,
+            age=self.meter.age(version) if current is None else current.age,
         )
 
     # -- waiting -------------------------------------------------------------------------------
@@ -687,6 +687,9 @@ class WeightReceiver:
             # Another thread may have applied an update meanwhile. No hook begins any more.
             self._closed = True
             self.report()
+            if (current := self.applier.model.current) is not None:
+                # The model is about to let go of the update, which knows its age.
+                self.meter.mark(current.version, time.perf_counter() - current.age)
             if (untold := self._hook_calls.waiting) is not None:
                 # The model has this version, and its hook is never called.
                 self._hook_calls.waiting = None

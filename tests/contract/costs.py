@@ -113,6 +113,7 @@ async def check_stats(bench: Bench) -> None:
         assert (found.nbytes, found.workers) == (4 * report.nbytes, ())
         assert 0 <= found.age < PATIENCE
     assert (sender.stats().finished["ok"], worker.stats().finished["ok"]) == (3, 4)
+    assert found.age <= worker.stats().age < PATIENCE
 
 
 async def check_observers(bench: Bench) -> None:
