@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import threading
 import warnings
+from concurrent.futures import CancelledError
 from importlib.util import find_spec
 from typing import Any
 
@@ -272,6 +273,39 @@ async def test_a_trainer_that_is_killed_in_a_pause() -> None:
             process.close()
             ours.close()
             theirs.close()
+
+
+@asynchronous
+@pytest.mark.parametrize("error", [asyncio.CancelledError, CancelledError, SystemExit])
+async def test_whatever_load_raises_is_answered(error: type[BaseException]) -> None:
+    loaded: list[dict[str, Any]] = []
+
+    def load(weights: Any) -> None:
+        loaded.append(dict(weights))
+        if len(loaded) == 1:
+            raise error
+
+    app = FourPhaseMiddleware(never, load=load, gate=AdmissionGate(initial_version=1))
+    trainer = aiosync.TCPWeightSyncScheme(
+        "tcp://127.0.0.1:0", "state_dict", first_version=2, timeout=PATIENCE
+    )
+    trainer.init_on_sender(model=models.linear(), num_workers=1)
+    async with contextlib.aclosing(app), trainer:
+        connecting = asyncio.ensure_future(trainer.connect())
+        init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+        assert (await post(app, INIT, init)).status == 200
+        await connecting
+        assert (await call(app, "/start_weight_update", "POST")).status == 200
+        update = b'{"update_info": {"version": 2}}'
+        assert (await post(app, UPDATE, update)).status == 200
+        answer = await call(app, "/finish_weight_update", "POST")
+        assert answer.status == 500
+        assert f"version 2 was refused: {error.__name__}" in answer.json()["error"]
+        assert app.gate.version == 1
+        sending = trainer.send_nowait()
+        assert await update_to(app, 3) == [200, 200, 200]
+        await sending
+        assert app.gate.version == 3 and len(loaded) == 2
 
 
 @asynchronous

@@ -23,6 +23,7 @@ from aiosync.integrations.four_phase._bodies import (
 )
 from aiosync.integrations.vllm import AiosyncInitInfo, AiosyncUpdateInfo
 from aiosync.protocol import MAX_VERSION
+from aiosync.receiver.applier import not_applied
 from aiosync.receiver.guard import PATIENCE_SECONDS
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.schemes.internal import life_of
@@ -240,9 +241,18 @@ class Phases:
         assert receiver is not None
         # The end of the server waits for the thread, so the wait for forwards is always bounded.
         patience = min(self.gate.swap_timeout or math.inf, PATIENCE_SECONDS)
+
+        def apply() -> int | None:
+            try:
+                return receiver.applier.apply_pending(patience=patience)
+            except Exception:  # the caller gets it
+                raise
+            except BaseException as exc:  # a SystemExit of the user's must not end the server
+                raise not_applied(version, exc) from exc
+
         self._swap, self._switching = swap, asyncio.current_task()
         try:
-            applied = await asyncio.to_thread(receiver.applier.apply_pending, patience=patience)
+            applied = await asyncio.to_thread(apply)
         finally:
             self._swap = self._switching = None
         # Another version may have arrived while the thread waited for the forwards to end.
