@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import threading
 import warnings
 from concurrent.futures import CancelledError
@@ -321,6 +322,23 @@ async def test_a_trainer_that_is_not_there() -> None:
         with pytest.raises(ConnectError):
             await asyncio.to_thread(HTTPClient("http://127.0.0.1:9").resume_generation)
         assert (await get(url))[1] == "1"
+
+
+@asynchronous
+async def test_an_answer_of_another_protocol_has_status_502() -> None:
+    name = f"aiosync-test-{os.getpid()}"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n" * 9)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    app = app_of()
+    async with await asyncio.start_unix_server(answer, f"\0{name}"):
+        init = json.dumps({"init_info": {"address": f"shm://{name}"}}).encode()
+        reply = await post(app, INIT, init)
+        assert (reply.status, "not aiosync" in reply.json()["error"]) == (502, True), reply.json()
 
 
 # -- the pause --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from aiosync.errors import (
     ConnectError,
     LocalProtocolError,
     PeerClosed,
+    RemoteProtocolError,
     SyncTimeout,
 )
 from aiosync.integrations._responses import send_json
@@ -64,10 +65,10 @@ class FourPhaseMiddleware:
       ``/health``.
 
     An error has the status 400 for an illegal request, 401 or 403 for a caller that may not, 409
-    for a call out of turn, 502 if the trainer was not reached, 503 if something took too long, and
-    500 if the model refused the version; the body has the cause. All other requests are those of
-    the application, each inside the gate: see :class:`~aiosync.integrations.asgi.WeightsMiddleware`
-    for their headers.
+    for a call out of turn, 502 if the trainer was not reached or is none, 503 if something took too
+    long, and 500 if the model refused the version; the body has the cause. All other requests are
+    those of the application, each inside the gate: see
+    :class:`~aiosync.integrations.asgi.WeightsMiddleware` for their headers.
 
     Args:
         app: The application.
@@ -226,4 +227,5 @@ def _status_of(error: Exception) -> int:
         return 409
     if isinstance(error, SyncTimeout):
         return 503
-    return 502 if isinstance(error, ConnectError | PeerClosed) else 500
+    at_peer = ConnectError | PeerClosed | RemoteProtocolError
+    return 502 if isinstance(error, at_peer) else 500
