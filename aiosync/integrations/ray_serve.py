@@ -237,7 +237,8 @@ class Answer(Generic[_T_co]):
     Attributes:
         value: The method's result, or one of the items that it yielded.
         version: Version of the weights; the oldest that may have contributed, if several did.
-        epoch: Epoch of that version, if the source has any.
+        epoch: Epoch of that version; ``None`` if the source has none, or if versions of several
+            epochs may have contributed.
         versions: All versions that may have contributed, in the order in which they came. It is one
             version, unless the gate's mode is ``"immediate"``.
         span: The versions with the number of batches of each, or with the counts of the method; for
@@ -345,8 +346,10 @@ def admitted(
 
 def _answer(value: _R, admission: Admission) -> Answer[_R]:
     """Return a result with the versions that its admission has seen so far."""
-    versions = admission.versions
-    return Answer(value, versions[0], admission.epoch, versions, admission.span)
+    versions, span = admission.versions, admission.span
+    # After a restart of the trainer the first version may be of another epoch than the admission.
+    epoch = admission.epoch if span.first else None
+    return Answer(value, versions[0], epoch, versions, span)
 
 
 def _threaded(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:

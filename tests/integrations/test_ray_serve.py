@@ -93,6 +93,13 @@ class Replica(WeightsMixin):
             yield value
 
     @admitted
+    async def late_step(self, go_on: asyncio.Event) -> float:
+        self.computing.set()
+        await go_on.wait()
+        async with self.weight_feed.batch():
+            return self.model()[1]
+
+    @admitted
     async def fail(self) -> None:
         raise KeyError("loop")
 
@@ -268,3 +275,22 @@ async def test_answers_of_several_versions_name_them() -> None:
             await it.push()
         assert answers == [(1.0, 1, (1,)), (2.0, 1, (1, 2))]
         assert answer.span.runs == ((1, 1), (2, 1))
+
+
+@pytest.mark.asyncio
+async def test_no_answer_gives_the_version_of_a_new_trainer_the_epoch_of_the_old_one() -> None:
+    gate = AdmissionGate(mode="immediate")
+    async with trainer() as it, following(it, gate=gate) as replica:
+        for epoch in (gate.epoch, 7):
+            go_on = asyncio.Event()
+            asking = asyncio.create_task(replica.late_step(go_on))
+            await harness.until(replica.computing.is_set)
+            replica.computing.clear()
+            async with gate.swap(version=1, epoch=epoch):
+                pass
+            go_on.set()
+            answer = await asking
+            restarted = epoch == 7
+            assert (answer.version, answer.versions) == (1, (1,))
+            assert answer.epoch == (None if restarted else epoch)
+            assert (answer.span.first == 0) == restarted
