@@ -25,7 +25,7 @@ from ray.serve.exceptions import RayServeException
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.asgi import WeightsMiddleware
-from aiosync.protocol import validate_seconds
+from aiosync.protocol import validate_seconds, validate_timeout
 from aiosync.receiver.transformer import Transform
 from aiosync.schemes import TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.serving import Admission, AdmissionGate, WeightFeed
@@ -297,8 +297,9 @@ def admitted(
 
     Raises:
         ConfigError: The method is a generator without ``async``, has ``@serve.batch``, or has a
-            parameter named ``min_version`` or ``epoch``.
+            parameter named ``min_version`` or ``epoch``; or the timeout is negative or no number.
     """
+    validate_timeout(timeout)
     if method is None:
         return partial(admitted, timeout=timeout)
     name = getattr(method, "__qualname__", repr(method))

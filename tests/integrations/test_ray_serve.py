@@ -227,6 +227,9 @@ async def test_the_users_own_end_comes_first() -> None:
 def test_what_cannot_be_admitted() -> None:
     from ray import serve
 
+    with pytest.raises(ConfigError, match="timeout must be"):
+        admitted(timeout=-1.0)
+
     with pytest.raises(ConfigError, match="make it `async def`"):
 
         @admitted
