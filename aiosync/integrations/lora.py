@@ -20,7 +20,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -413,7 +413,7 @@ class PeftAdapterReceiver:
 
         Ctrl-C may end this anywhere. Then it runs again with the same weights and the same label.
         """
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+        from peft import set_peft_model_state_dict
 
         model, given = self._model, dict(weights)
         number = int(given.pop(_LABEL))
@@ -425,7 +425,7 @@ class PeftAdapterReceiver:
             self._partial.add(new.name)
         for part in list(self._partial):
             self._delete(part)
-        pattern = get_peft_model_state_dict(model, adapter_name=self._adapter)
+        pattern = self._pattern_of(given.keys())
         if pattern.keys() != given.keys():
             other = sorted(pattern.keys() ^ given.keys())
             raise ConfigError(
@@ -448,6 +448,21 @@ class PeftAdapterReceiver:
             self._delete(new.name)
             raise
         self._versions.add(new)
+
+    def _pattern_of(self, names: Set[str]) -> dict[str, torch.Tensor]:
+        """Return the weights of the adapter to copy, with embedding layers only if any was sent."""
+        from peft import get_peft_model_state_dict
+
+        def saved(has_embeddings: bool) -> dict[str, torch.Tensor]:
+            # By default PEFT asks the Hugging Face Hub about them, and all reads would wait for it.
+            how: dict[str, Any] = {"save_embedding_layers": has_embeddings}
+            return dict(get_peft_model_state_dict(self._model, adapter_name=self._adapter, **how))
+
+        plain = saved(False)
+        if names <= plain.keys() or not hasattr(self._model, "get_input_embeddings"):
+            return plain
+        full = saved(True)
+        return plain if names.isdisjoint(full.keys() - plain.keys()) else full
 
     def _delete(self, name: str) -> None:
         """Delete an adapter, also one of which an interrupt has left a part."""

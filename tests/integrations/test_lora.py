@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import math
 import sys
 import threading
@@ -196,6 +197,51 @@ def test_an_interrupted_update_is_added_again(
     assert kept == {"default", "6", "7", "8"}
     # Nothing of the other adapters is left in the layers.
     assert all(set(each) == set(acting.peft_config) for each in halves_of(acting))
+
+
+def test_an_update_asks_the_hub_for_nothing(linked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads would wait for the answer."""
+    trained, sender, (_, acting), _ = linked
+    weights = fill(trained, 1.0)
+    acting.peft_config["default"].base_model_name_or_path = "of/nobody"
+    # Offline PEFT warns when it would ask, and a warning is an error here.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert sender.send(weights).acked == {0}
+    assert torch.equal(outputs(acting), outputs(trained))
+
+
+class Embedded(Base):
+    """A model that shows its embedding layer as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(4, 8)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("are_sent", [False, True])
+@pytest.mark.parametrize("target", ["embed_tokens", r"layers\.\d+"])
+def test_embedding_layers_are_taken_if_they_are_sent(target: str, are_sent: bool) -> None:
+    config = peft.LoraConfig(r=2, target_modules=target)
+    trained, acting = (peft.get_peft_model(Embedded(), config) for _ in range(2))
+    sender = tcp(timeout=tools.PATIENCE, guard="reading")
+    sender.init_on_sender(num_workers=1)
+    worker = copy.copy(sender)
+    adapters = PeftAdapterReceiver(worker, acting, worker_idx=0)
+    saved = functools.partial(peft.get_peft_model_state_dict, save_embedding_layers=are_sent)
+    with sender, worker:
+        tools.join(sender, worker)
+        assert sender.send(saved(trained)).acked == {0}
+        assert adapters.newest is not None
+        taken = saved(acting, adapter_name=adapters.newest.name)
+        assert all(torch.equal(each, taken[name]) for name, each in saved(trained).items())
+        with pytest.raises(aiosync.PartialSyncError, match="more.lora_A"):
+            sender.send({**saved(trained), "more.lora_A.weight": torch.zeros(2)})
 
 
 def test_what_cannot_be_used_is_refused() -> None:
