@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -214,7 +215,7 @@ class VLLMAdapterReceiver:
         if folder is None and Path("/dev/shm").is_dir():
             folder = "/dev/shm"
         self._folder = Path(tempfile.mkdtemp(prefix="aiosync-lora-", dir=folder))
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, _delete_folder, self._folder, os.getpid())
         scheme.init_on_receiver(
             model_id,
             worker_idx=worker_idx,
@@ -293,6 +294,12 @@ class VLLMAdapterReceiver:
             return waiting.result(finite_or_none(self._load_timeout))
         finally:
             waiting.cancel()
+
+
+def _delete_folder(folder: Path, pid: int) -> None:
+    """Delete the folder of a receiver, unless this is a fork of the process that has it."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _load_nothing(weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import math
+import multiprocessing
 import sys
 import threading
 import types
@@ -367,4 +368,21 @@ async def test_an_adapter_that_was_not_removed_is_removed_with_the_next_version(
         newest = adapters.newest
         assert newest is not None and newest.version == 5
         assert len(engine.loaded) == count_folders(tmp_path) == 2
+    assert not count_folders(tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_a_forked_child_deletes_no_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weights = {"q.lora_A.weight": torch.zeros(1, 4)}
+    async with loading_into(Engine(), tmp_path, monkeypatch) as (sender, adapters):
+        await sender.send(weights)
+        # The end of a fork calls this, too.
+        child = multiprocessing.get_context("fork").Process(target=adapters.close)
+        child.start()
+        child.join(tools.PATIENCE)
+        assert child.exitcode == 0
+        assert count_folders(tmp_path) == 1
+        assert (await sender.send(weights)).acked == {0}
     assert not count_folders(tmp_path)
