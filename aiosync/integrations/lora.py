@@ -29,7 +29,7 @@ import torch
 
 from aiosync._log import log
 from aiosync.errors import ConfigError, LocalProtocolError
-from aiosync.protocol import finite_or_none
+from aiosync.protocol import finite_or_none, validate_seconds
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.schemes.options import refuse
 from aiosync.spans import epoch_text
@@ -196,6 +196,7 @@ class VLLMAdapterReceiver:
         worker_idx: int | None = None,
     ) -> None:
         self._versions = _Versions(keep, name)
+        validate_seconds("load_timeout", load_timeout, endless=True)
         self._config = _config_text(config)
         loads = getattr(engine, "add_lora", None), getattr(engine, "remove_lora", None)
         if not all(map(asyncio.iscoroutinefunction, loads)):
@@ -379,6 +380,7 @@ class PeftAdapterReceiver:
         worker_idx: int | None = None,
     ) -> None:
         self._versions = _Versions(keep, name)
+        refuse(("." in name, f"name must have no dot, as PEFT takes none, got {name!r}"))
         configs = getattr(model, "peft_config", {})
         if adapter not in configs:
             raise ConfigError(

@@ -253,10 +253,15 @@ def test_what_cannot_be_used_is_refused() -> None:
         PeftAdapterReceiver(scheme, adapted(), adapter="other")
     with pytest.raises(aiosync.ConfigError, match="keep must be at least 1"):
         PeftAdapterReceiver(scheme, adapted(), keep=0)
+    with pytest.raises(aiosync.ConfigError, match="name must have no dot"):
+        PeftAdapterReceiver(scheme, adapted(), name="policy-v1.5")
     with pytest.raises(aiosync.ConfigError, match="async add_lora"):
         VLLMAdapterReceiver(scheme, object(), {"r": 1, "lora_alpha": 1, "target_modules": ["q"]})
     with pytest.raises(aiosync.ConfigError, match="no lora_alpha, target_modules"):
         VLLMAdapterReceiver(scheme, object(), {"r": 1})
+    for seconds in (0.0, -1.0, math.nan, "5"):
+        with pytest.raises(aiosync.ConfigError, match="load_timeout must be positive seconds"):
+            VLLMAdapterReceiver(scheme, object(), {}, load_timeout=seconds)  # type: ignore[arg-type]
 
 
 # -- vLLM, with an engine that fails ---------------------------------------------------------------
