@@ -153,6 +153,21 @@ async def test_what_ends_within_the_grace_is_no_leak() -> None:
 
 @pytest.mark.asyncio
 async def test_threads_that_the_loop_keeps_are_no_leak() -> None:
-    async with assert_no_leaks(grace=0.0):
+    async with assert_no_leaks():
         await asyncio.to_thread(bool)
         await to_thread.run_sync(bool)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("run_in_thread", [asyncio.to_thread, to_thread.run_sync])
+async def test_a_call_that_goes_on_in_a_thread_of_the_loop_is_a_leak(run_in_thread: Any) -> None:
+    ended, options = threading.Event(), {"abandon_on_cancel": True}
+    if run_in_thread is asyncio.to_thread:
+        options = {}
+    with pytest.raises(LeakError) as caught:
+        async with assert_no_leaks(grace=0.05):
+            call = asyncio.ensure_future(run_in_thread(ended.wait, **options))
+            await asyncio.sleep(0.01)
+            call.cancel()
+    ended.set()
+    assert len(caught.value.leaks["threads"]) == 1

@@ -9,8 +9,10 @@ This module must never import pytest, torch or the rest of aiosync.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,8 +23,8 @@ from typing import Any, Final, Self
 
 __all__ = ["LEAK_KINDS", "LeakError", "assert_no_leaks"]
 
-# Names of the threads that a loop, or anyio on it, keeps for later calls until the loop closes.
-_KEPT_THREADS = ("asyncio_", "uvloop_", "AnyIO worker thread")
+# Names of the threads that a loop keeps for later calls until it closes.
+_LOOP_THREADS = ("asyncio_", "uvloop_")
 
 
 def _read(path: str | Path) -> str:
@@ -62,11 +64,20 @@ def _fds() -> dict[object, str]:
 
 
 def _threads() -> dict[object, str]:
-    """Return the threads that Python knows to run, without those that a running loop keeps."""
+    """Return the threads that Python knows to run, without idle ones that a loop keeps."""
     # A "Dummy-" thread is a native thread that ran Python once; Python cannot tell its end.
-    others = ("Dummy-", *(() if asyncio._get_running_loop() is None else _KEPT_THREADS))
-    threads = threading.enumerate()
-    return {thread: thread.name for thread in threads if not thread.name.startswith(others)}
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
+    if asyncio._get_running_loop() is not None:
+        threads = [thread for thread in threads if not _waits_for_calls(thread)]
+    return {thread: thread.name for thread in threads}
+
+
+def _waits_for_calls(thread: threading.Thread) -> bool:
+    """Return True for a thread of a loop, or of anyio on it, that no call keeps busy."""
+    if thread.name.startswith(_LOOP_THREADS):
+        frame = sys._current_frames().get(thread.ident or 0)
+        return frame is not None and frame.f_code is concurrent.futures.thread._worker.__code__
+    return thread in getattr(thread, "idle_workers", ())
 
 
 def _processes() -> dict[object, str]:
