@@ -37,7 +37,7 @@ from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.receiver.caches import clear_caches
 from aiosync.receiver.code_marks import is_automatic, never_traced, no_guard
 from aiosync.receiver.forwards import Forwards
-from aiosync.receiver.read_versions import ReadVersions
+from aiosync.receiver.read_versions import CURRENT_TASKS, ReadVersions
 
 __all__ = ["PATIENCE_SECONDS", "TASKS_AROUND", "Guard", "weakly"]
 
@@ -249,15 +249,15 @@ class Guard:
                             self._note_compute()
                         # The held version is noted at the beginning: it stays until the read ends,
                         # and may change then.
-                        loop = asyncio._get_running_loop()
-                        task = None if loop is None else asyncio.current_task(loop)
-                        if task is None:
-                            self.read_versions.of_thread.held = self.held
+                        versions = self.read_versions
+                        if not CURRENT_TASKS:
+                            versions.of_thread.held = self.held
                         else:
                             # Quick if the same task reads the same version again.
-                            last, held = self.read_versions.last_task
-                            if held is not self.held or last() is not task:
-                                self.read_versions.note(task, self.held)
+                            before, loop, last, held = versions.last_task
+                            is_same = last() is CURRENT_TASKS.get(loop(), versions)
+                            if not is_same or held is not self.held or before != thread:
+                                versions.note(thread, self.held)
                     return
             # An apply handles no word while there is no model: then the read begins without it.
             tried = self.seen if run_before == self._run else None

@@ -15,7 +15,13 @@ from aiosync._tasks import current_task
 from aiosync.receiver.code_marks import no_guard
 from aiosync.spans import VersionSpan, epoch_text
 
-__all__ = ["ReadVersions"]
+__all__ = ["CURRENT_TASKS", "ReadVersions"]
+
+CURRENT_TASKS: dict[Any, Any] = getattr(asyncio.tasks, "_current_tasks", {"unknown": None})
+"""The running task of each loop that runs one. Where asyncio has no such name, no loop is in it.
+
+Each read needs its task, and with Python 3.11 each question for the running loop is a system call.
+"""
 
 _MOST_RUNS = 256
 
@@ -30,24 +36,30 @@ class ReadVersions:
 
     Attributes:
         of_thread: Has ``held``, the version of the last read of a thread without a task.
-        last_task: The last task that read, as a weak reference, and its version.
+        last_task: Thread, loop and task of the last read in a task, the two as weak references,
+            and the version that it used.
         runs: For each thread or task in which reads ended: the epoch, and runs of (version, reads),
             until :meth:`span` takes them. ``None`` until the first call of :meth:`span`.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
         self.of_thread: threading.local = threading.local()
-        self.last_task: tuple[Callable[[], object], tuple[int, int]] = no_guard, (0, 0)
+        self.last_task: tuple[int, Callable[[], object], Callable[[], object], tuple[int, int]]
+        self.last_task = 0, no_guard, no_guard, (0, 0)
         self.runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] | None
         self.runs = None
         self._lock = lock
         self._of_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], tuple[int, int]]
         self._of_tasks = weakref.WeakKeyDictionary()
 
-    def note(self, task: asyncio.Task[Any], held: tuple[int, int]) -> None:
-        """Keep the version that a read of this task uses."""
-        self._of_tasks[task] = held
-        self.last_task = weakref.ref(task), held
+    def note(self, thread: int, held: tuple[int, int]) -> None:
+        """Keep the version that a read of this task uses, or of this thread if no task runs."""
+        task = current_task()
+        if task is None:
+            self.of_thread.held = held
+        else:
+            self._of_tasks[task] = held
+            self.last_task = thread, weakref.ref(task.get_loop()), weakref.ref(task), held
 
     def last(self) -> tuple[int, int] | None:
         """Return epoch and version of the last read of this task, or else of this thread.

@@ -76,7 +76,7 @@ def _waits_for_calls(thread: threading.Thread) -> bool:
     """Return True for a thread of a loop, or of anyio on it, that no call keeps busy."""
     if thread.name.startswith(_LOOP_THREADS):
         frame = sys._current_frames().get(thread.ident or 0)
-        return frame is not None and frame.f_code is concurrent.futures.thread._worker.__code__
+        return getattr(frame, "f_code", None) is concurrent.futures.thread._worker.__code__
     return thread in getattr(thread, "idle_workers", ())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiosync
@@ -202,11 +203,28 @@ async def check_last_read_of_tasks_and_threads(bench: Bench) -> None:
         assert await asyncio.gather(*tasks) == [(None, 1, 1), (None, 1, 2), (None, 1, 1)]
         assert scheme.last_read.version == 1
         threads = [asyncio.create_task(asyncio.to_thread(compute)) for _ in range(2)]
-        number = 2.0
+        number = 2
         while not all(each.done() for each in threads):
             number += 1
-            await crew.send(number)
+            await crew.send(float(number))
         await asyncio.gather(*threads)
+
+        async def act_once() -> Any:
+            before = scheme.last_read
+            model()
+            return before, scheme.last_read.version
+
+        def run_loops() -> None:
+            # One loop after the other in one thread, and code of that thread without a loop.
+            for _ in range(2):
+                assert asyncio.run(act_once()) == (None, number)
+            assert scheme.last_read is None
+            model()
+            assert scheme.last_read.version == number
+            assert asyncio.run(act_once()) == (None, number)
+
+        with ThreadPoolExecutor(1) as pool:
+            await asyncio.get_running_loop().run_in_executor(pool, run_loops)
 
 
 async def check_first_version(bench: Bench) -> None:
