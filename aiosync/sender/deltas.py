@@ -19,8 +19,9 @@ from aiosync.tensors.delta import DeltaLayout
 __all__ = ["Delta", "Deltas", "Pace"]
 
 # A delta is tried if it saves a third of the bytes, and is encoded three times as fast as the link
-# carries them whole. If it was slower all the same, so many updates travel whole before the next.
-_MOST_RATIO, _MARGIN, _PAUSE = 0.67, 3.0, 50
+# carries them whole. If it was slower all the same, two updates travel whole before the next delta,
+# after another slower one four, and so on up to this number.
+_MOST_RATIO, _MARGIN, _MOST_PAUSE = 0.67, 3.0, 64
 # Links carry smaller updates in too short a time to be measured.
 _LEAST_NBYTES = 8 * 2**20
 # Up to this size an update travels whole: it takes one packet or a few.
@@ -40,6 +41,8 @@ class Pace:
     def __init__(self) -> None:
         self.rate: float = 0.0
         self.pause: int = 0
+        # The pause after the last delta; 1 if that was no slower.
+        self._last_pause = 1
         # Version, bytes, time at the start and kind of the update whose answer is awaited.
         self._timed: tuple[int, int, float, bool] = (0, 0, 0.0, False)
 
@@ -57,7 +60,9 @@ class Pace:
         if not is_delta:
             self.rate, self.pause = nbytes / seconds, max(self.pause - 1, 0)
         elif seconds * self.rate > nbytes:
-            self.pause = _PAUSE
+            self.pause = self._last_pause = min(2 * self._last_pause, _MOST_PAUSE)
+        else:
+            self._last_pause = 1
 
 
 class Delta:

@@ -143,6 +143,31 @@ async def test_auto_uses_deltas_on_a_slow_link() -> None:
     assert min(found) < 2 * count / 30
 
 
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_auto_tries_deltas_again_soon_after_a_late_one() -> None:
+    count = 8 * 2**20
+    model, target = (nn.Linear(1, count, dtype=torch.bfloat16, bias=False) for _ in range(2))
+    sender = aiosync.TCPWeightSyncScheme(delta="auto")
+    sender.init_on_sender("policy", model=model, num_workers=1)
+    async with FaultProxy(sender.address) as proxy, sender:
+        proxy.plan = Plan(back=Faults(delay=0.002))  # a whole update takes half a second at least
+        receiver = aiosync.TCPWeightSyncScheme(proxy.url, delta="auto")
+        receiver.init_on_receiver("policy", model=target)
+        async with receiver:
+            await asyncio.gather(sender.connect(), receiver.connect())
+            are_deltas = []
+            for number in range(5):
+                with torch.no_grad():
+                    model.weight.view(torch.int16)[::100] += 1
+                if number == 1:
+                    proxy.stall()
+                    asyncio.get_running_loop().call_later(3.0, proxy.resume)
+                are_deltas.append(await sent_nbytes(sender) < 2 * count / 30)
+                assert torch.equal(target.weight, model.weight)
+    assert are_deltas == [True, True, False, False, True]
+
+
 @pytest.mark.asyncio
 async def test_a_worker_that_skipped_versions_gets_the_changes_since_its_own() -> None:
     """Otherwise a link that takes long for a whole update would carry nothing else for ever."""
