@@ -402,8 +402,7 @@ class WeightSender:
         # workers must also be able to read this slot.
         took_long = time.perf_counter() - started > _LONG_COPY_SECONDS
         if (took_long and self.reads_slots and not self.is_quiet()) or (
-            links
-            and not all(each.takes_off_loop(plan.layout.digest, snapshot.slot) for each in links)
+            links and not all(each.can_read(snapshot.slot) for each in links)
         ):
             snapshot.release()
             return None

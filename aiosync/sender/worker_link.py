@@ -496,10 +496,15 @@ class WorkerLink:
             and not (self.outbox.queue.groups or self.outbox.in_flight)
         )
 
-    def takes_off_loop(self, digest: bytes, slot: Slot | None = None) -> bool:
+    def takes_off_loop(self, digest: bytes) -> bool:
         """Return True if naming is enough, as for :meth:`takes_named`, and the worker stays."""
         publisher = self.publisher
-        return publisher is not None and not publisher.leaves and self.takes_named(digest, slot)
+        return publisher is not None and not publisher.leaves and self.takes_named(digest)
+
+    def can_read(self, slot: Slot | None) -> bool:
+        """Return True if the worker has the segment of a slot of shared memory."""
+        publisher = self.publisher
+        return slot is None or (publisher is not None and slot.place in publisher.announced)
 
     def name_in_memory(self, snapshot: Snapshot, naming_suffices: bool) -> bool:
         """Name an update to the worker if that is enough. Return True if it counts as applied.
