@@ -303,7 +303,7 @@ class _Pull:
         self._welcome: Welcome | None = None
         self._link: TCPTransport | None = None
         self._updates = UpdateReader()
-        # The error of the last attempt, for the text of a timeout.
+        # Error of the last attempt while the other side is not reached, for the text of a timeout.
         self._lost: AiosyncError | None = None
         # Epoch, version, bytes and digest of the partial update that the Hello of this link named.
         self._partial: tuple[int, int, int, bytes] | None = None
@@ -339,6 +339,7 @@ class _Pull:
         try:
             link = self._link = await self._dialer.dial_first(is_redial=self._welcome is not None)
             self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
+            self._lost = None
             self._updates.use_link(link)
             await link.send(Fetch(self._least))
             while (staged := self._take(await link.recv(into=self._updates.lender))) is None:

@@ -257,6 +257,17 @@ async def test_a_server_that_went_away_is_waited_for_until_the_time_is_up() -> N
         await pull
 
 
+async def test_a_server_that_is_reached_again_does_not_count_as_lost(tmp_path: Path) -> None:
+    async with raw_server(tmp_path / "socket") as links:
+        client = WeightClient(f"unix://{tmp_path / 'socket'}")
+        pull = asyncio.ensure_future(client.pull(min_version=2, timeout=2.0))
+        _, link = await links.get()
+        link.abort()
+        await links.get()
+        with pytest.raises(RecvTimeout, match="has no version 2 of model 'policy', and got none"):
+            await pull
+
+
 @pytest.mark.parametrize("call", [WeightClient.pull, WeightClient.status])
 async def test_nobody_there_is_an_error_at_once(call: Any, tmp_path: Path) -> None:
     async with asyncio.timeout(PATIENCE):
