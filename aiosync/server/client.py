@@ -338,8 +338,9 @@ class _Pull:
         self._partial = self._updates.partial
         try:
             link = self._link = await self._dialer.dial_first(is_redial=self._welcome is not None)
-            self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
-            self._lost = None
+            welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
+            self._reconnects += self._welcome is not None
+            self._welcome, self._lost = welcome, None
             self._updates.use_link(link)
             await link.send(Fetch(self._least))
             while (staged := self._take(await link.recv(into=self._updates.lender))) is None:
@@ -364,7 +365,6 @@ class _Pull:
                 self._updates.drop_partial()
             if self._moved:
                 self._pauses.reset()
-            self._reconnects += 1
             raise
 
     def _hello(self) -> Hello:

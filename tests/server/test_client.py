@@ -268,6 +268,23 @@ async def test_a_server_that_is_reached_again_does_not_count_as_lost(tmp_path: P
             await pull
 
 
+async def test_attempts_that_fail_are_no_reconnects(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with raw_server(path) as links, FaultProxy(f"unix://{path}") as proxy:
+        pull = asyncio.ensure_future(WeightClient(proxy.url).pull(timeout=PATIENCE))
+        await links.get()
+        proxy.upstream = f"unix://{tmp_path / 'nobody'}"
+        proxy.cut()
+        await until(lambda: proxy.connections > 3)
+        proxy.upstream = f"unix://{path}"
+        _, link = await links.get()
+        await link.send(ManifestMessage(MANIFEST))
+        for index in range(2):
+            chunk = Update(5, 1, MANIFEST.digest, chunk=(index, 2), checksum=checksum(CHUNK))
+            await link.send(chunk, [CHUNK])
+        assert (await pull).reconnects == 1
+
+
 @pytest.mark.parametrize("call", [WeightClient.pull, WeightClient.status])
 async def test_nobody_there_is_an_error_at_once(call: Any, tmp_path: Path) -> None:
     async with asyncio.timeout(PATIENCE):
