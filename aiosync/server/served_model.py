@@ -50,7 +50,7 @@ from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.sender.incoming import Incoming
 from aiosync.server.fan_out import FanOut
 from aiosync.server.store import StoredUpdate, WeightStore
-from aiosync.tensors.joining import check_joined
+from aiosync.tensors.joining import check_joined, joined_size
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Limits
@@ -652,14 +652,14 @@ class ServedModel:
     def describe(self) -> dict[str, Any]:
         """Return the values that ``aiosync status`` shows of this model."""
         # No worker has this index, so these are the snapshots for all workers.
-        newest = next(reversed(self.workers.history.for_worker(-1).snapshots()), None)
+        tensors, nbytes = joined_size(self.workers.history.for_worker(-1).snapshots())
         return {
             "model_id": self._model_id,
             "strategy": self.workers.admission.strategy,
             "epoch": self._epoch,
             "version": self.version,
-            "nbytes": 0 if newest is None else newest.nbytes,
-            "tensors": 0 if newest is None else len(newest.layout.manifest.leaves),
+            "nbytes": nbytes,
+            "tensors": tensors,
             "updates": self._versions,
             "updated_at": self._updated_at,
             "trainer": None if self.trainer is None else self.trainer.channel.name,

@@ -9,6 +9,7 @@ from aiosync.tensors.buffer import FlatBuffer, Layout
 from aiosync.tensors.copying import copy_bytes
 from aiosync.tensors.values import inner_names
 from aiosync.wire import (
+    ALIGNMENT,
     LeafSpec,
     Manifest,
     ManifestMessage,
@@ -20,7 +21,7 @@ from aiosync.wire import (
 if TYPE_CHECKING:
     from aiosync.types import Limits
 
-__all__ = ["Part", "check_headers", "check_joined", "join_parts"]
+__all__ = ["Part", "check_headers", "check_joined", "join_parts", "joined_size"]
 
 # Bytes that each name, and each message, may take in a header beside its encoding in a part.
 _MORE_NBYTES = 64
@@ -70,6 +71,28 @@ def check_joined(parts: Sequence[Part], limits: Limits) -> None:
     sources, values = _newest(parts)
     tensors = {id(source): source for source in sources.values()}
     check_headers(_joined_manifest(tensors, _names_by_source(sources), limits), values, limits)
+
+
+def joined_size(parts: Sequence[Part]) -> tuple[int, int]:
+    """Return the number of tensors of updates once they are joined, and their bytes with padding.
+
+    A tensor counts if no newer part has one of its names.
+
+    Args:
+        parts: Oldest first.
+    """
+    count, nbytes, newer = 0, 0, set[str]()
+    for part in reversed(parts):
+        leaves, index = part.layout.manifest.leaves, part.layout.index
+        replaced = {index[name] for name in index.keys() & newer}
+        count += len(leaves) - len(replaced)
+        nbytes += part.layout.nbytes - sum(_padded(leaves[at].nbytes) for at in replaced)
+        newer.update(index, part.values)
+    return count, nbytes
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + -nbytes % ALIGNMENT
 
 
 def check_headers(manifest: Manifest, values: Mapping[str, Any], limits: Limits) -> None:

@@ -390,6 +390,29 @@ async def test_a_client_gets_the_newest_of_each_name(parts: list[Any], expected:
     assert {name: tensor.tolist() for name, tensor in pulled.mapping().items()} == expected
 
 
+async def test_the_status_tells_the_size_of_the_whole_model(tmp_path: Path) -> None:
+    """Also behind another server, and after a restart."""
+
+    def told(server: WeightServer) -> list[int]:
+        return [described(server)[key] for key in ("version", "tensors", "nbytes")]
+
+    updates = part(**BOTH), part(weight=4.0), TIED, vectors(b=[2.0, 2.0], d=[1.0])
+    async with (
+        WeightServer(URL, store=tmp_path) as first,
+        WeightServer(URL, model_ids=["policy"], upstream=first.url) as second,
+        trainer(first, strict=False) as source,
+    ):
+        for each in updates:
+            report = await source.send(each)
+            pulled = await WeightClient(first.url).pull(timeout=PATIENCE)
+            size = [report.version, len(pulled.layout.manifest.leaves), pulled.nbytes]
+            assert told(first) == size
+            await until(lambda size=size: told(second) == size)
+    assert size == [4, 5, 5 * 64]
+    async with WeightServer(URL, store=tmp_path) as first:
+        assert told(first) == size
+
+
 # -- peers that may only read -----------------------------------------------------------------
 
 TOKEN, PULL_TOKEN = "a secret of the trainers", "a secret of the workers"
