@@ -61,6 +61,12 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
 _FLAGS = {
+    "upstream_token=, upstream_tls=, streams= and advertise= need an upstream=": (
+        "--upstream-token-file, --upstream-tls, --streams and --advertise need --upstream"
+    ),
+    "store_deltas= needs a store=": "--store-deltas needs --store",
+    "upstream=": "--upstream",
+    "model_ids=": "--model-id",
     "TLS(cert=..., key=...)": "--tls-cert and --tls-key",
     "TLS(key=...) needs cert=": "--tls-key needs --tls-cert",
     "TLS(verify_clients=True) needs ca=": "--tls-verify-clients needs --tls-ca",

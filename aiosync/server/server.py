@@ -132,16 +132,20 @@ class WeightServer:
             # The store has the same limits, so that every version that a peer may push can be
             # loaded again.
             self._store = WeightStore(store, limits=limits or Limits(), deltas=store_deltas)
+        elif store_deltas:
+            raise ConfigError("store_deltas= needs a store=")
         self._fanout = None if fanout is None else as_count("fanout", fanout, 1)
         self._advertise = None if advertise is None else check_advertised(advertise)
-        if upstream is None and (upstream_token, upstream_tls, advertise) != (None, None, None):
-            raise ConfigError("upstream_token=, upstream_tls= and advertise= need an upstream=")
         self._upstream: Upstream | None = None
         if upstream is not None:
             self._upstream = Upstream(
                 upstream, token=upstream_token, tls=upstream_tls, limits=limits, streams=streams
             )
             _check_upstream(self._upstream, url, advertise, model_ids)
+        elif (upstream_token, upstream_tls, streams, advertise) != (None, None, 1, None):
+            raise ConfigError(
+                "upstream_token=, upstream_tls=, streams= and advertise= need an upstream="
+            )
         self._failed: Counter[str] = Counter()  # links that ended with an error, by its name
         self._listener = StreamListener(
             url,

@@ -282,6 +282,9 @@ def test_the_pull_token_pulls_and_does_not_push(
     assert (status, "--pull-token-file needs another token beside it" in text) == (2, True)
 
 
+FOLLOWING = ["serve", "--listen", URL, "--upstream", "tcp://127.0.0.1:1", "--model-id", "policy"]
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
@@ -321,6 +324,9 @@ def test_the_pull_token_pulls_and_does_not_push(
         (["push", "{fifo}", "tcp://127.0.0.1:1"], "it is no regular file"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "{fifo}"], "cannot be used"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "/dev/null"], "cannot be used"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--store-deltas"], "-deltas needs --store"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--streams", "2"], "need --upstream"),
+        (FOLLOWING[:-2], "follows named models: pass --model-id"),
     ],
 )
 def test_wrong_usage_is_status_2(

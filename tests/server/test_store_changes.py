@@ -339,3 +339,5 @@ def test_what_a_store_of_changes_needs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     with pytest.raises(ConfigError, match="zstandard"):
         WeightStore(tmp_path / "store", deltas=True)
+    with pytest.raises(ConfigError, match="store_deltas= needs a store="):
+        WeightServer(URL, store_deltas=True)

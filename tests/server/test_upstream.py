@@ -100,6 +100,8 @@ async def test_what_cannot_be_followed_is_refused() -> None:
         WeightServer(URL, model_ids=["policy"], upstream="tcp://127.0.0.1:0")
     with pytest.raises(ConfigError, match="need an upstream="):
         WeightServer(URL, upstream_token="a" * 32)
+    with pytest.raises(ConfigError, match="need an upstream="):
+        WeightServer(URL, streams=2)
     with pytest.raises(ConfigError, match="limit_rate= is for tcp"):
         WeightServer("unix:///tmp/none", limit_rate=1000)
     with pytest.raises(ConfigError, match="limit_rate must be an int"):
