@@ -264,8 +264,11 @@ def tls_of(
     cert: Path | None,
     key: Path | None,
     verify_clients: bool = False,
+    option: str = "--tls",
 ) -> TLS | None:
     """Return the TLS configuration of the options; ``None`` if no TLS option is given.
+
+    The names of the options begin with ``option`` in error texts.
 
     Raises:
         ConfigError: The options do not fit together.
@@ -274,7 +277,10 @@ def tls_of(
         return None
     from aiosync.transports.credentials import TLS
 
-    return TLS(cert=cert, key=key, ca=ca, verify_clients=verify_clients)
+    try:
+        return TLS(cert=cert, key=key, ca=ca, verify_clients=verify_clients)
+    except ConfigError as exc:
+        raise ConfigError(with_flags(str(exc)).replace("--tls", option)) from exc
 
 
 def plain(text: Any, limit: int = 200) -> str:

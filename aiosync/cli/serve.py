@@ -118,14 +118,31 @@ def serve(
             help="File with the token of the upstream, if it is another one.",
         ),
     ] = None,
+    upstream_tls: Annotated[
+        bool,
+        typer.Option(
+            "--upstream-tls",
+            help="Use TLS to the upstream; without --upstream-tls-ca, the system's authorities are "
+            "trusted.",
+        ),
+    ] = False,
     upstream_tls_ca: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="Certificate authority that the upstream's certificate is signed by.",
+            help="PEM file of the authorities to trust there. Implies TLS.",
         ),
     ] = None,
+    upstream_tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="PEM file of the certificate to show to the upstream.",
+        ),
+    ] = None,
+    upstream_tls_key: TlsKey = None,
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -192,6 +209,7 @@ def serve(
         check_model_ids(model_id or [])
         import aiosync
         from aiosync.server import WeightServer
+        from aiosync.transports.credentials import Credentials
 
         token, pull_token = read_token(token_file, errors), None
         if pull_token_file is not None:
@@ -200,6 +218,14 @@ def serve(
         if upstream_token_file is not None:
             upstream_token = read_token(upstream_token_file, errors, "--upstream-token-file")
         tls = tls_of(ca=tls_ca, cert=tls_cert, key=tls_key, verify_clients=tls_verify_clients)
+        dialled = tls_of(
+            wanted=upstream_tls,
+            ca=upstream_tls_ca,
+            cert=upstream_tls_cert,
+            key=upstream_tls_key,
+            option="--upstream-tls",
+        )
+        Credentials(tls=dialled).dialling_context()
 
         def make() -> WeightServer:
             return WeightServer(
@@ -215,7 +241,7 @@ def serve(
                 limit_rate=None if limit_rate is None else max(1, int(limit_rate / 8)),
                 upstream=upstream or None,
                 upstream_token=upstream_token,
-                upstream_tls=tls_of(ca=upstream_tls_ca, cert=None, key=None),
+                upstream_tls=dialled,
                 streams=streams,
                 fanout=fanout,
                 advertise=advertise,

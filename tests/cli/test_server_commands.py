@@ -161,6 +161,32 @@ def test_a_server_behind_another_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("of_the_system", [False, True])
+def test_a_server_behind_one_that_asks_for_certificates(
+    servers: dict[str, Command],
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_the_system: bool,
+) -> None:
+    path, tensors = weights
+    upstream, model, copy = servers["tls"].url, ("--model-id", "a b"), tmp_path / "copy.pt"
+    assert aiosync.cli.main(["push", path, upstream, *model, *with_files(TLS_CLIENT)]) == 0
+    ca, good = with_files(("ca.pem", "good.pem"))
+    trusted = ("--upstream-tls-ca", ca)
+    if of_the_system:
+        monkeypatch.setenv("SSL_CERT_FILE", ca)
+        trusted = ("--upstream-tls",)
+    shown = ("--upstream-tls-cert", good, "--upstream-tls-key", good)
+    here = f"unix://{tmp_path / 'here'}"
+    args = ("--listen", here, "--upstream", upstream, *model, *trusted, *shown)
+    with serving(tmp_path / "below", *args) as server:
+        assert aiosync.cli.main(["pull", server.url, str(copy), *model]) == 0
+    assert_same(load_weights(copy), tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_servers_form_a_tree(tmp_path: Path) -> None:
     def told() -> Any:
         (model,) = json.loads(run("status", root.url, "--json").stdout)["models"] or [None]
@@ -327,6 +353,10 @@ FOLLOWING = ["serve", "--listen", URL, "--upstream", "tcp://127.0.0.1:1", "--mod
         (["serve", "--listen", "tcp://127.0.0.1:0", "--store-deltas"], "-deltas needs --store"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--streams", "2"], "need --upstream"),
         (FOLLOWING[:-2], "follows named models: pass --model-id"),
+        ([*FOLLOWING[:3], "--upstream-tls"], "--upstream-tls, --streams and --advertise need"),
+        ([*FOLLOWING, "--upstream-tls-key", "{file}"], "-key needs --upstream-tls-cert"),
+        ([*FOLLOWING, "--upstream-tls-ca", "{no}"], "cannot be used"),
+        ([*FOLLOWING, "--upstream-tls-cert", "{fifo}"], "cannot be used"),
     ],
 )
 def test_wrong_usage_is_status_2(
