@@ -263,7 +263,8 @@ class Target:
         Works also if the target cannot be a target any more, because a module in it is lazy now.
 
         Args:
-            flat: The buffer. Afterwards nothing of the target refers to it.
+            flat: The buffer. Afterwards nothing of the target refers to it, and no view that it
+                gives out is in memory of the target, which share_memory() may have moved there.
         """
         self._plan = None
         found, tree = walk(self.target)
@@ -282,6 +283,7 @@ class Target:
                         else:
                             tensor.data = tensor.data.clone()
                             clones[key] = tensor.data
+        flat.renew_moved()
 
     def _log_new_memory(self, plan: Plan, viewed: Sequence[torch.Tensor]) -> None:
         """Log once that viewed tensors got new memory: their views keep the old values."""

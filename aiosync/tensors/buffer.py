@@ -326,8 +326,8 @@ class FlatBuffer:
         tensor = torch.frombuffer(self.block, dtype=dtype, count=count, offset=offset).view(shape)
         if use_count is not None:
             storage = tensor.untyped_storage()._cdata
-            self._storages.append(storage)
-            self._baseline += use_count(storage)
+            self._storages[storage] = uses = use_count(storage)
+            self._baseline += uses
         return tensor
 
     def exclusive(self) -> bool:
@@ -353,6 +353,18 @@ class FlatBuffer:
                 break
         return True
 
+    def renew_moved(self) -> None:
+        """Make those views anew that share_memory() has moved to other memory.
+
+        Whatever else is in that other memory stays there, and :meth:`exclusive` counts it no more.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for views, addresses in self._views.values():
+                for at, (view, address) in enumerate(zip(views, addresses, strict=True)):
+                    if view.data_ptr() != address:
+                        self._baseline -= self._storages.pop(view.untyped_storage()._cdata, 0)
+                        views[at] = self._make(view.dtype, view.shape, address - self.address)
+
     def release(self) -> None:
         """Forget all views, as they have an old layout or were moved; :meth:`views` makes new ones.
 
@@ -360,7 +372,7 @@ class FlatBuffer:
         returns True.
         """
         self._views.clear()
-        self._storages: list[int] = []
+        self._storages: dict[int, int] = {}
         self._baseline = 0
 
 

@@ -228,6 +228,23 @@ async def test_another_model_gets_the_newest_of_each_name(make: Any, copy: bool)
 
 
 @pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
+@pytest.mark.parametrize("strict", [False, True])
+async def test_another_model_does_not_get_memory_that_torch_shares(make: Any, strict: bool) -> None:
+    """share_memory() moves the memory that an update was received in."""
+    scheme, first, other = make(strict=strict), build(), build()
+    init = {"weights": letters("abc", 1.0)}
+    async with harness.here(scheme, first, sender=init) as (sender, worker):
+        first.share_memory()
+        worker.model = other
+        models.fill(first, 9.0)
+        assert content(other) == [1.0] * 3
+        models.fill(other, 8.0)
+        for value in (2.0, 3.0, 4.0):
+            await harness.deliver(sender, worker, value, letters("abc", value))
+        assert content(first) == [9.0] * 3
+
+
+@pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("read", [False, True])
 async def test_another_model_gets_what_the_old_one_could_not_keep(

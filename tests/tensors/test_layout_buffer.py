@@ -87,6 +87,23 @@ def test_views_that_share_memory_moved_are_made_anew() -> None:
     assert not any(view.any() for view in flat.views(layout))
 
 
+def test_a_target_that_is_detached_has_no_memory_in_common_with_the_views() -> None:
+    model, flat, layout = flipped()
+    kept = model.bias.detach()
+    model.weight.data.share_memory_()
+    Target(model).detach_(flat)
+    assert not flat.exclusive()
+    other = nn.Linear(3, 3)
+    Target(other).apply_(layout, flat, {}, copy=False)
+    flat.array[:] = 0
+    assert not other.weight.any() and not kept.any()
+    assert model.weight.all() and model.bias.all()
+    del kept
+    assert not flat.exclusive()
+    del other
+    assert flat.exclusive()
+
+
 def test_two_first_calls_for_one_layout_make_the_views_once() -> None:
     # Each view takes some time to make, so that the second call comes meanwhile.
     layout, flat, _ = packed({f"t{i}": torch.zeros(1) for i in range(3000)})
