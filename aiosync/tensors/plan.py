@@ -19,7 +19,7 @@ from aiosync.tensors.cache_owners import find_cache_owners
 from aiosync.tensors.copying import is_plain_cpu
 from aiosync.tensors.in_place import InPlaceCopies
 from aiosync.tensors.matching import BufferChoice, Matching, Spot, Strict
-from aiosync.tensors.target_tensors import TargetTensors
+from aiosync.tensors.target_tensors import TargetTensors, in_shared_memory
 from aiosync.tensors.values import is_tensordict_params
 from aiosync.tensors.walk import Place, memory_key
 
@@ -144,7 +144,7 @@ class Plan:
         views: dict[int, Any] = {}
         for spot in self.assigned:
             tensor, leaf = spot.tensor, spot.leaves[0]
-            memory, is_shared = memory_key(tensor), mode == "flip" and _is_shared(tensor)
+            memory, is_shared = memory_key(tensor), mode == "flip" and in_shared_memory(tensor)
             is_replaced = mode == "replace" or _is_replaced(spot)
             may_flip = mode == "flip" and (is_replaced or in_module or not is_shared)
             is_flipped = may_flip and _can_be_view(spot, layout.dtypes[leaf])
@@ -206,8 +206,3 @@ def _is_split(spot: Spot) -> bool:
         and spot.tensor is not owner._parameters.get(key, owner._buffers.get(key))
         for _, owner, key, *_ in spot.places
     )
-
-
-def _is_shared(tensor: Any) -> bool:
-    """Return True if a CPU tensor is in memory that torch shares between processes."""
-    return tensor.is_cpu and bool(tensor.is_shared())

@@ -21,7 +21,7 @@ from aiosync.tensors.values import (
 )
 from aiosync.tensors.walk import PLAIN, Found, ModuleTree, find_nested, memory_key, walk
 
-__all__ = ["TargetTensors", "is_ordinary"]
+__all__ = ["TargetTensors", "in_shared_memory", "is_ordinary"]
 
 
 class _Extent(NamedTuple):
@@ -83,6 +83,10 @@ class TargetTensors:
         self.tensors: list[torch.Tensor] = [spot.tensor for spot in self.spots]
         self._refuse_kinds()
         self._signature = Signature(self.tensors)
+        # Tensors of a module leave shared memory in any case.
+        kept = self.tensors if self.tree is None else []
+        self._ordinary: list[torch.Tensor] = [*filter(is_ordinary, kept)]
+        self._shared = list(map(in_shared_memory, self._ordinary))
 
     def _refuse_kinds(self) -> None:
         """Raise if a tensor, or its container, is of a kind that cannot get weights."""
@@ -106,8 +110,13 @@ class TargetTensors:
     def are_those_of(self, target: Any) -> bool:
         """Return True if the target still has these tensors as they were. Cheap for a module."""
         tree = self.tree
-        same = tree.unchanged() if tree is not None else find_nested(target).same_as(self.found)
+        same = tree.unchanged() if tree is not None else self._are_in(target)
         return same and self._signature.same(self.tensors)
+
+    def _are_in(self, target: Any) -> bool:
+        """Return True if a container still has these tensors, and torch shares the same ones."""
+        same = find_nested(target).same_as(self.found)
+        return same and list(map(in_shared_memory, self._ordinary)) == self._shared
 
     def _extents(self) -> list[_Extent]:
         """Return the memory of all tensors that have some, in order."""
@@ -142,3 +151,8 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_inference())
     )
+
+
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Return True if a CPU tensor is in memory that torch shares between processes."""
+    return tensor.is_cpu and tensor.untyped_storage().is_shared()

@@ -157,6 +157,22 @@ def test_target_is_resolved_at_every_apply(change: str, copy: bool) -> None:
         add_one(source)
 
 
+@pytest.mark.parametrize("build", [dict, TensorDict, lambda inner: {"in": {"it": inner}}])
+def test_a_container_that_is_shared_later_stays_shared(build: Any) -> None:
+    """A module's parameters leave shared memory with the next update."""
+    weight = nn.Parameter(torch.zeros(2))
+    receiver = Target(build({"w": weight}))
+    flat = send(build({"w": torch.ones(2)}), receiver, copy=False)
+    assert in_flat_memory(weight)
+    weight.share_memory_()
+    address = weight.data_ptr()
+    for value in (2.0, 3.0):
+        send(build({"w": torch.full((2,), value)}), receiver, copy=False)
+        assert weight.is_shared()
+        assert (weight.data_ptr(), weight.tolist()) == (address, [value] * 2)
+    assert flat.memoryview().cast("f")[0] == 1.0
+
+
 def test_a_view_of_flat_memory_is_never_written_to() -> None:
     second, target = nn.Linear(2, 2), nn.Linear(2, 2)
     receiver = Target(target)
