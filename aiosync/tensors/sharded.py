@@ -49,8 +49,9 @@ def gather_weights(
 
     Returns:
         Tensors by dotted name, and the extra states of modules; empty without ``keep``. Tied
-        tensors are one object under several names. Tensors that were not sharded may be the model's
-        own memory: send them before the next step of the optimizer.
+        tensors are one object under several names; sharded ones of a ``state_dict()`` that was
+        passed are several. Tensors that were not sharded may be the model's own memory: send them
+        before the next step of the optimizer.
 
     Raises:
         ConfigError: The source is of another type, or a ``FullyShardedDataParallel``; this process
@@ -62,15 +63,40 @@ def gather_weights(
         raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
     if isinstance(source, nn.Module):
         _reshard(source)
-    found, _ = walk(source, extract_as)
-    sharded = [place for place in found.places if _is_sharded(place.tensor)]
+    found, tree = walk(source, extract_as)
+    places = found.places if tree is None else _tied_as_in(tree.found.places, found.places)
+    sharded = [place for place in places if _is_sharded(place.tensor)]
     if sharded:
         _meet(sharded, timeout)
     # Ranks that keep nothing take part, too: gathering is collective.
-    whole = _gather_each(found.places, device, keep=keep)
-    result: dict[str, Any] = {place.name: whole[id(place.tensor)] for place in found.places}
+    whole = _gather_each(places, device, keep=keep)
+    result: dict[str, Any] = {place.name: whole[id(place.tensor)] for place in places}
     result.update((name, place.read()) for name, place in found.values.items())
     return result if keep else {}
+
+
+def _tied_as_in(own: Sequence[Place], places: Sequence[Place]) -> list[Place]:
+    """Replace sharded tensors that state_dict() detached, also tied ones, by the module's own."""
+    tensors = {place.name: place.tensor for place in own}
+    return [
+        place._replace(tensor=tensors[place.name])
+        if _are_same_shards(place.tensor, tensors.get(place.name))
+        else place
+        for place in places
+    ]
+
+
+def _are_same_shards(*tensors: Any) -> bool:
+    """Return True if sharded tensors are one and the same. All ranks of the mesh agree on that."""
+    return all(map(_is_sharded, tensors)) and len(set(map(_shard_key, tensors))) == 1
+
+
+def _shard_key(tensor: Any) -> tuple[Any, ...]:
+    """Return a key that two sharded tensors share if they are the same elements in memory."""
+    # The shard of this rank may be empty. It has no address then, but a storage.
+    local = tensor.to_local()
+    at = local.untyped_storage()._cdata, local.storage_offset()
+    return (*at, tensor.shape, tensor.stride(), tensor.dtype, tensor.placements)
 
 
 def _gather_each(

@@ -31,6 +31,8 @@ class Model(nn.Module):
         self.head = nn.Linear(7, 9, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.full((3,), 0.3))
+        # Rank 1 has no element of it.
+        self.gain = self.twin = nn.Parameter(torch.full((1,), 0.7))
         self.steps = 3
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -129,7 +131,21 @@ def check_forms(number: int, model: Model, expected: dict[str, torch.Tensor]) ->
         del different["bias"]
     with pytest.raises(aiosync.ConfigError, match="different weights"):
         gather_weights(different, timeout=PATIENCE)
+    check_ties(model, changed)
     print(f"rank {number} has seen every form", flush=True)
+
+
+def check_ties(model: Model, gathered: dict[str, Any]) -> None:
+    for one, other in (("head.weight", "embed.weight"), ("gain", "twin")):
+        assert gathered[one] is gathered[other], one
+
+    def double(_: nn.Module, state: dict[str, Any], *rest: object) -> None:
+        state["twin"] = state["twin"] * 2
+
+    model.register_state_dict_post_hook(double)
+    doubled = gather_weights(model, extract_as="state_dict", timeout=PATIENCE)
+    assert doubled["twin"].item() == 2 * doubled["gain"].item() != 0
+    assert doubled["head.weight"] is doubled["embed.weight"]
 
 
 def alone(number: int, mode: str) -> None:
