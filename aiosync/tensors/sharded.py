@@ -163,11 +163,13 @@ def _meet(picked: Sequence[Place], timeout: float | None) -> None:
     """
     want = hashlib.blake2b(digest_size=7)
     meshes: list[Any] = []
+    first: dict[int, str] = {}
     for place in picked:
         tensor = place.tensor
-        want.update(
-            f"{place.name} {tuple(tensor.shape)} {tensor.dtype} {tensor.placements};".encode()
-        )
+        # Tied tensors are gathered once, so that all ranks have to tie the same ones.
+        tied_to = first.setdefault(id(tensor), place.name)
+        facts = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements};"
+        want.update(f"{place.name} {tied_to} {facts}".encode())
         if tensor.device_mesh not in meshes:
             meshes.append(tensor.device_mesh)
     number = int.from_bytes(want.digest())
@@ -181,7 +183,7 @@ def _meet(picked: Sequence[Place], timeout: float | None) -> None:
             if highest.tolist() != [number, -number]:
                 raise ConfigError(
                     "the ranks of the mesh are gathering different weights: pass the same model, "
-                    "sharded alike, and the same extract_as on all of them"
+                    "sharded and tied alike, and the same extract_as on all of them"
                 )
 
 

@@ -131,6 +131,11 @@ def check_forms(number: int, model: Model, expected: dict[str, torch.Tensor]) ->
         del different["bias"]
     with pytest.raises(aiosync.ConfigError, match="different weights"):
         gather_weights(different, timeout=PATIENCE)
+    # A rank that ties weights takes part in fewer collectives.
+    weight = model.head.weight
+    tied = {"one": weight, "other": weight if number else weight.detach()}
+    with pytest.raises(aiosync.ConfigError, match="different weights"):
+        gather_weights(tied, timeout=PATIENCE)
     check_ties(model, changed)
     print(f"rank {number} has seen every form", flush=True)
 
