@@ -16,9 +16,13 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, SyncTimeout, TransportBroken
+from aiosync.protocol import validate_seconds
 from aiosync.tensors.walk import ExtractAs, Place, Source, walk
 
 __all__ = ["gather_weights"]
+
+# A time in which no rank will come any more; process groups cannot wait for an infinite one.
+_LONGEST_SECONDS = 10**8
 
 
 def gather_weights(
@@ -55,12 +59,14 @@ def gather_weights(
 
     Raises:
         ConfigError: The source is of another type, or a ``FullyShardedDataParallel``; this process
-            is not a member of the mesh; or the ranks have different names, shapes or shardings.
+            is not a member of the mesh; the ranks have different names, shapes or shardings; or a
+            device has no memory left.
         SyncTimeout: Some rank did not call it in time. The process group can no longer be used.
         TransportBroken: A collective failed, usually because a rank has ended.
     """
     if extract_as not in ("tensordict", "state_dict"):
         raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
+    validate_seconds("timeout", timeout, endless=True, none=True)
     if isinstance(source, nn.Module):
         _reshard(source)
     found, tree = walk(source, extract_as)
@@ -143,8 +149,18 @@ def _gather(place: Place) -> torch.Tensor:
             # full_tensor() may also return a collective that was not waited for.
             whole: torch.Tensor = full if type(full) is torch.Tensor else full.wait()
     except RuntimeError as exc:
-        raise TransportBroken(f"gathering {place.name!r} from its mesh failed: {exc}") from exc
+        raise _failure(f"gathering {place.name!r} from its mesh failed", exc) from exc
     return whole
+
+
+def _failure(text: str, error: RuntimeError) -> ConfigError | TransportBroken:
+    """Return the error for a call to a process group, or to the device of a mesh, that failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return ConfigError(
+            f"{text}: the device has no memory left. Pass device='cpu' to take each whole tensor "
+            "away at once, and keep=False on ranks that do not send"
+        )
+    return TransportBroken(f"{text}: {error}")
 
 
 def _as_result(full: torch.Tensor, place: Place, device: torch.device | str | None) -> torch.Tensor:
@@ -194,7 +210,7 @@ def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> Non
     options: Any = distributed.AllreduceOptions()
     options.reduceOp = distributed.ReduceOp.MAX
     if timeout is not None:
-        options.timeout = timedelta(seconds=timeout)
+        options.timeout = timedelta(seconds=min(timeout, _LONGEST_SECONDS))
     try:
         work = group.allreduce([values], options)
         if timeout is None:
@@ -209,4 +225,4 @@ def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> Non
                 f"not all {group.size()} ranks of the mesh called gather_weights() within "
                 f"{timeout or 0:g} s: it is collective, every rank has to call it"
             ) from exc
-        raise TransportBroken(f"the ranks of the mesh could not meet: {exc}") from exc
+        raise _failure("the ranks of the mesh could not meet", exc) from exc

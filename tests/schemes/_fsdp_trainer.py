@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import tempfile
@@ -137,6 +138,7 @@ def check_forms(number: int, model: Model, expected: dict[str, torch.Tensor]) ->
     with pytest.raises(aiosync.ConfigError, match="different weights"):
         gather_weights(tied, timeout=PATIENCE)
     check_ties(model, changed)
+    check_memory(model)
     print(f"rank {number} has seen every form", flush=True)
 
 
@@ -148,9 +150,21 @@ def check_ties(model: Model, gathered: dict[str, Any]) -> None:
         state["twin"] = state["twin"] * 2
 
     model.register_state_dict_post_hook(double)
-    doubled = gather_weights(model, extract_as="state_dict", timeout=PATIENCE)
+    doubled = gather_weights(model, extract_as="state_dict", timeout=math.inf)
     assert doubled["twin"].item() == 2 * doubled["gain"].item() != 0
     assert doubled["head.weight"] is doubled["embed.weight"]
+
+
+def no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def check_memory(model: Model) -> None:
+    for owner, name in ((DTensor, "full_tensor"), (torch.Tensor, "cpu")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, no_memory)
+            with pytest.raises(aiosync.ConfigError, match=r"device='cpu'.*keep=False"):
+                gather_weights(model, timeout=PATIENCE)
 
 
 def alone(number: int, mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from enum import IntEnum
 from types import MappingProxyType
@@ -298,6 +299,12 @@ def test_what_cannot_be_gathered(source: Any) -> None:
         gather_weights(source)
     with pytest.raises(ConfigError, match="extract_as"):
         gather_weights(nn.Linear(1, 1), extract_as="other")  # type: ignore[arg-type]  # is refused
+
+
+@pytest.mark.parametrize("timeout", [math.nan, 0, -1.0, "5", True])
+def test_what_is_no_time_to_wait_for_ranks(timeout: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout must be positive seconds or None"):
+        gather_weights(nn.Linear(1, 1), timeout=timeout)
 
 
 @pytest.mark.slow
