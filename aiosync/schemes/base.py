@@ -23,7 +23,7 @@ from aiosync.errors import (
     LocalProtocolError,
     RecvTimeout,
 )
-from aiosync.protocol import as_index, as_pids, as_version
+from aiosync.protocol import as_index, as_version
 from aiosync.receiver.outage import OnLost
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.scheme_hooks import SchemeHooks
@@ -363,8 +363,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 has the index, and kept it until then.
             ConnectError: The other side refused, or has ended.
             ConfigError: The two sides are set up differently, the timeout is not a number,
-                ``processes`` is no list of processes, the context's model takes no forward hooks,
-                or there is nothing to apply weights to.
+                ``processes`` is no list of processes, or was given without ``num_workers``, the
+                context's model takes no forward hooks, or there is nothing to apply weights to.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died. The
                 others are connected, or still may connect.
             ApplyError: Receiver: the initial weights do not fit the model.
@@ -375,9 +375,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             Breaks the attempt: the scheme is closed.
         """
         life = self._life
-        life.check_may_connect(weights, worker_idx)
+        life.check_may_connect(weights, worker_idx, processes)
         limit = self._limit(timeout)
-        as_pids("processes", processes)
         if worker_idx is not None:
             self.worker_idx = worker_idx
         cancelled_before = life.begin_to_connect()

@@ -17,7 +17,8 @@ from typing import Any, Literal, NoReturn, Protocol
 from aiosync._log import Waiting, log
 from aiosync._meter import Meter
 from aiosync._tasks import call_soon, current_task, running_loop
-from aiosync.errors import LocalProtocolError, TransportClosed
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
+from aiosync.protocol import as_pids
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.listener import Listener
@@ -255,15 +256,23 @@ class Life:
                 "init_on_sender() in the trainer and init_on_receiver() in a worker first"
             )
 
-    def check_may_connect(self, weights: object, worker_idx: object) -> None:
+    def check_may_connect(self, weights: object, worker_idx: object, processes: object) -> None:
         """Raise if the scheme may not begin to connect.
 
         Raises:
+            ConfigError: ``processes`` is no list of processes, or ``connect()`` waits for no worker
+                that they may become.
             LocalProtocolError: It may not connect now, or was given an argument of the other role.
         """
         self.check_has_role()
         self.check_process()
         check_connect_call(self.role, self.loop is not None, worker_idx, weights)
+        pids = as_pids("processes", processes)
+        if pids and self.role == "sender" and not self.given.sources.expected:
+            raise ConfigError(
+                "connect(processes=) watches processes while it waits for workers, and waits for "
+                "none without their number: pass num_workers= to init_on_sender()"
+            )
 
     def begin_to_connect(self) -> int:
         """Bind the scheme to this loop; return how often the caller's task was cancelled before."""

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,6 +221,27 @@ async def test_processes_that_are_none_are_refused_at_once() -> None:
                 with pytest.raises(aiosync.ConfigError, match="processes must be a list of"):
                     await scheme.connect(processes=given)
         # The scheme can still connect: it waits for the worker.
+        with pytest.raises(aiosync.ConnectTimeout):
+            await scheme.connect(processes=[os.getpid()])
+
+
+async def test_processes_without_the_number_of_workers_are_refused() -> None:
+    """connect() would return at once, and miss that one of them ends."""
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=models.linear())
+    async with scheme:
+        with pytest.raises(aiosync.ConfigError, match=r"pass num_workers= to init_on_sender\(\)"):
+            await scheme.connect(processes=[os.getpid()])
+        # The scheme can still connect.
+        await scheme.connect(processes=[])
+
+
+async def test_the_process_of_a_weight_server_needs_no_number(tmp_path: Path) -> None:
+    """A trainer that pushes to a server waits for one worker, which is the server."""
+    url = f"unix://{tmp_path}/server"
+    scheme = aiosync.TCPWeightSyncScheme(url, dial="both", timeout=0.1)
+    scheme.init_on_sender(model=models.linear())
+    async with scheme:
         with pytest.raises(aiosync.ConnectTimeout):
             await scheme.connect(processes=[os.getpid()])
 
