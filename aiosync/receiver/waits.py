@@ -106,7 +106,7 @@ class VersionWaits:
 
         Raises:
             SyncTimeout: ``late``.
-            PeerClosed: The trainer went away before.
+            PeerClosed: The trainer went away; TransportBroken if a last link broke in mid-message.
         """
         applier = self._applier
 

@@ -530,7 +530,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Raises:
             ApplyError: ``apply="manual"`` and the staged update does not fit the model.
             ConfigError: The timeout is not a number.
-            PeerClosed: The trainer went away.
+            PeerClosed: The trainer went away; TransportBroken if a last link broke in mid-message.
             LocalProtocolError: Not a connected receiver, or it would wait inside a :meth:`reading`
                 block or a forward pass of its own, which holds the update back.
 
@@ -559,7 +559,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         Raises:
             RecvTimeout: Not in time.
-            PeerClosed: The trainer went away.
+            PeerClosed: The trainer went away; TransportBroken if a last link broke in mid-message.
             ApplyError: Receiver: the update was refused by the model.
             PartialSyncError: Sender: a worker refused it, or does not let this trainer in.
             ConfigError: The timeout is not a number.
@@ -591,7 +591,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         Raises:
             RecvTimeout: Not in time.
-            PeerClosed: The trainer went away.
+            PeerClosed: The trainer went away; TransportBroken if a last link broke in mid-message.
             ApplyError: Receiver: the update was refused.
             PartialSyncError: Sender: a worker refused ``version``, or died before it had it.
             ConfigError: The timeout is not a number.
@@ -618,7 +618,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         Raises:
             RecvTimeout: Not in time.
-            PeerClosed: The trainer went away.
+            PeerClosed: The trainer went away; TransportBroken if a last link broke in mid-message.
             ApplyError: The update was refused by the model.
             ConfigError: The timeout is not a number.
             LocalProtocolError: Not a connected receiver; or a newer version arrived that cannot be
@@ -649,7 +649,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         Raises:
             RecvTimeout: Not in time; of a trainer it names the workers.
-            PeerClosed: The trainer went away.
+            PeerClosed: The trainer went away; TransportBroken if a last link broke in mid-message.
             ApplyError: Receiver: the newest version was refused.
             ConfigError: ``limit`` is not a number of versions, or the timeout is not a number.
             LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this is

@@ -112,7 +112,7 @@ class Ready:
         Raises:
             RecvTimeout: Not in time.
             ConfigError: The timeout is not a number.
-            PeerClosed: The trainer went away.
+            PeerClosed: The trainer went away; TransportBroken if a last link broke in mid-message.
             LocalProtocolError: The scheme is not connected.
         """
         await self._wait(timeout)
