@@ -73,8 +73,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         subscribe: Worker: get every update. If false, only what :meth:`pull` asks for.
         reconnect: Seconds that a worker, or a sender that dials, keeps trying to restore a lost
             link; ``None`` for ever, 0 for not at all.
-        stall_timeout: Seconds without progress after which a worker that owes an answer is dropped;
-            ``None`` for never.
+        stall_timeout: Seconds after which a worker is dropped that takes no more of an update, and
+            does not say that all of it is here; ``None`` for never.
         take_over: Trainer of a weight server: bring the server back to this run when it dials again
             and another run has replaced it meanwhile. Otherwise calls raise.
         chunk_nbytes: Bytes that share one checksum, a multiple of 64.

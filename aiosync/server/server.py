@@ -71,8 +71,8 @@ class WeightServer:
         chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
         delta: Which updates travel as changes to an older one, from a trainer or an upstream and
             to workers that take them, see :attr:`aiosync.TCPWeightSyncScheme.delta`; experimental.
-        stall_timeout: Seconds without progress after which a worker that owes an answer is
-            dropped; ``None`` for never.
+        stall_timeout: Seconds after which a worker is dropped that takes no more of an update, and
+            does not say that all of it is here; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Largest number of links at a time.
         max_models: Largest number of models with a version or a trainer at a time.
