@@ -106,8 +106,8 @@ class Ready:
         """Wait until the condition holds.
 
         Args:
-            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
-                ever.
+            timeout: Seconds; ``None`` takes the ``timeout`` of the scheme, or of a server's gate,
+                ``math.inf`` waits for ever.
 
         Raises:
             RecvTimeout: Not in time.
