@@ -189,7 +189,8 @@ class SchemeOptions:
 
         ``"auto"``: each as soon as no forward pass is running. ``"manual"``: only in
         :meth:`apply_pending`, and while a call waits for an update: :meth:`receive`,
-        :meth:`wait_for_version`, :meth:`pull`, and :meth:`connect` for the initial weights.
+        :meth:`wait_for_version`, :meth:`wait_lag_below`, :meth:`pull`, and :meth:`connect` for the
+        initial weights.
         """,
     )
     apply_copy: Option[bool] = Option(
