@@ -86,9 +86,9 @@ class WeightTransfer:
             PartialSyncError: A worker of the engine has disconnected.
         """
         engine = self._require()
-        # The iterator may gather each tensor into the memory of the one before.
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
-        engine.stage(copies)
+        # The engine iterates it to its end in any case, because TRL's other ranks gather with it.
+        engine.source = iterator
+        engine.stage()
 
     def resume(self) -> None:
         """Wait until all workers have the weights, and switch the engine to them.

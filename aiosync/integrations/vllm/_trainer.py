@@ -7,11 +7,12 @@ not have vLLM installed. Must not import vLLM, nor the engine's side.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
@@ -291,7 +292,7 @@ class AiosyncTrainerEngine:
 
         Args:
             weights: Whole tensors by their names in checkpoint format; ``None`` iterates the
-                source. They may change as soon as the call returns.
+                source, to its end in any case. They may change as soon as the call returns.
 
         Returns:
             The version that is being sent; 0 on ranks that do not send.
@@ -303,18 +304,22 @@ class AiosyncTrainerEngine:
         """
         if weights is None and self.source is None:
             raise ConfigError("pass weights, or a source= to trainer_init()")
+        source = _items_of(self.source if weights is None else ())
         if not self.is_sender:
-            for _ in () if weights is not None else _items_of(self.source):
-                pass  # the iteration takes part in the collective gathering
+            collections.deque(source, maxlen=0)  # the iteration takes part in the gathering
             return 0
         with self._lock:
-            scheme = self._require()
-            self._check_workers(scheme)
-            given = weights.items() if weights is not None else _items_of(self.source)
-            # Tensors are copied one by one, so that the accelerator never holds all gathered
-            # tensors at a time. A source may gather each into the memory of the one before.
-            copy = weights is None
-            values = {name: tensor.detach().to("cpu", copy=copy) for name, tensor in given}
+            try:
+                scheme = self._require()
+                self._check_workers(scheme)
+                given: Items = source if weights is None else weights.items()
+                # Tensors are copied one by one, so that the accelerator never holds all gathered
+                # tensors at a time. A source may gather each into the memory of the one before.
+                copy = weights is None
+                values = {name: tensor.detach().to("cpu", copy=copy) for name, tensor in given}
+            except Exception:  # raised again: the other ranks wait for this one to gather with them
+                collections.deque(source, maxlen=0)
+                raise
 
             async def start() -> tuple[int, asyncio.Future[AiosyncError | None]]:
                 # The send ends with the activation of the version, which has no deadline.
@@ -505,10 +510,9 @@ def _sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
     return TCPWeightSyncScheme(info.address, "state_dict", token=token, tls=info.tls, **options)
 
 
-def _items_of(source: Any) -> Items:
-    """Return the names and whole tensors of a source, in the form of vLLM 0.32 or of 0.33."""
-    items: Items = source.iter_full() if hasattr(source, "iter_full") else source
-    return items
+def _items_of(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and whole tensors of a source, in the form of vLLM 0.32 or of 0.33."""
+    yield from source.iter_full() if hasattr(source, "iter_full") else source
 
 
 async def _outcome_of(handle: SendHandle) -> AiosyncError | None:

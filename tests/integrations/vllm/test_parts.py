@@ -452,6 +452,56 @@ def test_open_update_is_ended(engine: _Engine) -> None:
     assert engine.calls == ["start", "finish None", "start", "update", "finish 1"]
 
 
+class _Gathering:
+    """Source that notes the tensors that it was asked for; the one at ``broken`` is none."""
+
+    def __init__(self, broken: int = -1) -> None:
+        self.broken = broken
+        self.gathered: list[str] = []
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.gathered.clear()
+        for index, (name, tensor) in enumerate(make_weights(1).items()):
+            self.gathered.append(name)
+            no_tensor: Any = None
+            yield name, no_tensor if index == self.broken else tensor
+
+
+def test_a_source_is_iterated_to_its_end_though_the_engine_has_gone(engine: _Engine) -> None:
+    """The other ranks of a trainer gather each tensor together with this one."""
+    source, info = _Gathering(), AiosyncTrainerInitInfo(rank=0, timeout=10.0)
+    with AiosyncTrainerEngine.trainer_init(info, client=engine, source=source) as trainer:
+        engine.close()
+        with pytest.raises(aiosync.PartialSyncError, match="rejoin"):
+            # The trainer may notice the lost engine only after some calls.
+            while True:
+                trainer.stage()
+                source.gathered.clear()
+        assert source.gathered == list(make_weights(1))
+        source.gathered.clear()
+    with pytest.raises(aiosync.LocalProtocolError, match="shut down"):
+        trainer.stage()
+    assert source.gathered == list(make_weights(1))
+
+
+def test_a_source_is_iterated_to_its_end_after_a_tensor_that_cannot_be_copied(
+    engine: _Engine,
+) -> None:
+    source, info = _Gathering(broken=3), AiosyncTrainerInitInfo(rank=0, timeout=10.0)
+    with AiosyncTrainerEngine.trainer_init(info, client=engine, source=source) as trainer:
+        with pytest.raises(AttributeError):
+            trainer.stage()
+        assert source.gathered == list(make_weights(1))
+    transfer = WeightTransfer(engine, timeout=10.0)
+    transfer.init_weight_transfer()
+    try:
+        with pytest.raises(AttributeError):
+            transfer.send_weights(source.iter_full())
+        assert source.gathered == list(make_weights(1))
+    finally:
+        transfer.destroy()
+
+
 def test_rejoin(engine: _Engine) -> None:
     info = AiosyncTrainerInitInfo(rank=0, timeout=10.0)
     with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
