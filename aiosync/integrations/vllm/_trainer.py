@@ -403,14 +403,17 @@ class AiosyncTrainerEngine:
             label = f"{version}@{scheme.epoch:016x}"  # see span_of()
             self._ask("finish", client.finish_weight_update, label)
         except BaseException as exc:  # raised again, or the worker's own error from it
-            # The engine may have loaded the version, or load it late: then its label would be that
-            # of other weights. A single worker that refuses has put its weights back itself.
-            refused = step == "update" and isinstance(exc, ApplyError)
-            if self._info.num_workers > 1 or not (step == "start" or refused):
-                self._undo(update)
-            if outcome is None or not isinstance(exc, AiosyncError):
-                raise
-            worker_error = run_on_loop(scheme, _worker_error(outcome))
+            worker_error: AiosyncError | None = None
+            try:
+                if outcome is not None and isinstance(exc, AiosyncError):
+                    worker_error = run_on_loop(scheme, _worker_error(outcome))
+            finally:
+                # The engine may have loaded the version, or load it late: then its label would be
+                # that of other weights. A single worker that says that it refused the version has
+                # put its weights back itself; an error of the client may be that of a gateway.
+                refused = _is_refusal(worker_error)
+                if self._info.num_workers > 1 or not (step == "start" or refused):
+                    self._undo(update)
             if worker_error is not None:
                 raise worker_error from exc
             raise
@@ -529,6 +532,12 @@ async def _worker_error(outcome: asyncio.Future[AiosyncError | None]) -> Aiosync
     done, _ = await asyncio.wait({outcome}, timeout=_REASON_SECONDS)
     # A send that goes on shows that the engine failed before a worker tried to load.
     return outcome.result() if done else None
+
+
+def _is_refusal(error: AiosyncError | None) -> bool:
+    """Return True if the workers refused a version, and so have the weights that they had."""
+    failed = error.failed.values() if isinstance(error, PartialSyncError) else ()
+    return {type(each) for each in failed} == {ApplyError}
 
 
 # -- versions of the tokens of an answer, as vLLM reports them ------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import http.server
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -376,6 +378,7 @@ class _Late(_Engine):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
+        self.update_error: Exception | None = None
         self.finish_error: BaseException | None = None
         self._turn = threading.Lock()
         self._before: dict[str, torch.Tensor] = {}
@@ -389,6 +392,8 @@ class _Late(_Engine):
             self._before = self.weights
             time.sleep(self.seconds)
             super().update_weights(update_info)
+            if self.update_error is not None:
+                raise self.update_error
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         with self._turn:
@@ -425,6 +430,98 @@ def test_an_update_that_failed_after_it_was_sent_is_undone(
             assert "undo" in engine.calls and engine.calls[-1] == "resume"
             assert as_bytes(engine.weights) == as_bytes(first)
             assert trainer.active_version == 1
+            engine.seconds = 0.0
+            trainer.send_weights(third)
+            assert as_bytes(engine.weights) == as_bytes(third)
+    finally:
+        engine.close()
+
+
+class _AnsweredError(OSError):
+    """Error of an HTTP client, as requests raises it."""
+
+    def __init__(self, status_code: int) -> None:
+        super().__init__(f"{status_code} Server Error")
+        self.response = SimpleNamespace(status_code=status_code, text="some words")
+
+
+@pytest.mark.parametrize(
+    ("update_error", "expected"),
+    [
+        (_AnsweredError(504), aiosync.ConnectError),
+        (_AnsweredError(500), aiosync.ApplyError),
+        (RuntimeError("no answer in time"), aiosync.ApplyError),
+    ],
+    ids=["gateway", "server", "unknown"],
+)
+def test_an_update_is_undone_unless_the_worker_itself_refused_it(
+    update_error: Exception, expected: type[Exception]
+) -> None:
+    engine, first = _Late(), make_weights(1)
+    info = AiosyncTrainerInitInfo(rank=0, timeout=10.0)
+    try:
+        with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
+            trainer.send_weights(first)
+            engine.update_error = update_error
+            with pytest.raises(expected):
+                trainer.send_weights(make_weights(2))
+            assert engine.calls[-3:] == ["undo", "finish None", "resume"]
+            assert as_bytes(engine.weights) == as_bytes(first)
+    finally:
+        engine.close()
+
+
+class _Gateway(http.server.BaseHTTPRequestHandler):
+    """Proxy of an engine that waits for a slow load for half of its time only."""
+
+    engine: ClassVar[_Late]
+    # Status and body of the answer then; the body may be shorter than its header says.
+    answer: ClassVar[tuple[int, bytes]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        call = threading.Thread(target=getattr(self.engine, self.path[1:]), kwargs=body)
+        call.start()
+        call.join(self.engine.seconds / 2 if self.engine.seconds else None)
+        status, text = self.answer if call.is_alive() else (200, b"well done")
+        self.send_response(status)
+        self.send_header("Content-Length", "9")
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args: Any) -> None:
+        """Log nothing."""
+
+
+@contextlib.contextmanager
+def _served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve HTTP in a thread, and yield the server's URL."""
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{httpd.server_port}"
+        finally:
+            httpd.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("answer", [(504, b"too late!"), (200, b"cut")], ids=["504", "cut"])
+def test_an_update_is_undone_if_a_gateway_does_not_wait_for_it(answer: tuple[int, bytes]) -> None:
+    engine, first, third = _Late(), make_weights(1), make_weights(3)
+    handler = type("Handler", (_Gateway,), {"engine": engine, "answer": answer})
+    info = AiosyncTrainerInitInfo(rank=0, timeout=10.0, pause=None)
+    try:
+        with (
+            _served(handler) as url,
+            AiosyncTrainerEngine.trainer_init(info, client=HTTPClient(url)) as trainer,
+        ):
+            trainer.send_weights(first)
+            engine.seconds = 1.0
+            with pytest.raises(aiosync.ConnectError, match="did not answer 'update'"):
+                trainer.send_weights(make_weights(2))
+            assert engine.calls[-2:] == ["undo", "finish None"]
+            assert as_bytes(engine.weights) == as_bytes(first)
             engine.seconds = 0.0
             trainer.send_weights(third)
             assert as_bytes(engine.weights) == as_bytes(third)
@@ -593,21 +690,15 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 @pytest.mark.parametrize("timeout", [5.0, math.inf])
 def test_http_client(timeout: float) -> None:
     _Answers.asked.clear()
-    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            client = HTTPClient(f"http://127.0.0.1:{httpd.server_port}/", timeout=timeout)
-            client.init_weight_transfer_engine({"address": "tcp://h:1"})
-            client.pause_generation("wait")
-            client.start_weight_update()
-            with pytest.raises(aiosync.ApplyError, match="500: the engine's own words"):
-                client.update_weights({"version": 7, "timeout": 1.0})
-            client.finish_weight_update("7")
-            client.resume_generation()
-        finally:
-            httpd.shutdown()
-            thread.join()
+    with _served(_Answers) as url:
+        client = HTTPClient(f"{url}/", timeout=timeout)
+        client.init_weight_transfer_engine({"address": "tcp://h:1"})
+        client.pause_generation("wait")
+        client.start_weight_update()
+        with pytest.raises(aiosync.ApplyError, match="500: the engine's own words"):
+            client.update_weights({"version": 7, "timeout": 1.0})
+        client.finish_weight_update("7")
+        client.resume_generation()
     paths = [path for path, _ in _Answers.asked]
     assert paths[0] == "/init_weight_transfer_engine"
     assert paths[1] == "/pause?mode=wait&clear_cache=true"
