@@ -16,10 +16,13 @@ from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightS
 from aiosync.sync._schemes import core_of
 from aiosync.transports.credentials import TLS, read_token
 
-__all__ = ["SHARED", "AiosyncInitInfo", "AiosyncUpdateInfo"]
+__all__ = ["NO_COPY", "SHARED", "AiosyncInitInfo", "AiosyncUpdateInfo"]
 
 SHARED = "shm"
 """Scheme of the addresses of shared memory, for engines on the trainer's host."""
+
+NO_COPY = "this engine has no copy to roll back to: restart it"
+"""End of a worker's error that leaves its engine unusable; the trainer looks for this text."""
 
 
 @dataclass
@@ -42,7 +45,7 @@ class AiosyncInitInfo:
             checkpoint that the engine was started from, or the first update if its files cannot be
             read; ``"first"`` is the first update; ``"none"`` leaves the check to vLLM's loaders.
         rollback: Keep a copy of the weights in host memory, and restore it when an update fails
-            halfway. Without it such a failure leaves the engine unusable.
+            halfway or is to be undone. Without it such a failure leaves the engine unusable.
     """
 
     address: str

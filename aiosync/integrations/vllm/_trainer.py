@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import torch
 
+from aiosync._repr import text_of
 from aiosync.errors import (
     AiosyncError,
     ApplyError,
@@ -28,7 +29,7 @@ from aiosync.errors import (
     PeerClosed,
 )
 from aiosync.integrations.vllm._clients import VLLMWeightSyncClient, ask, pausing
-from aiosync.integrations.vllm._info import SHARED
+from aiosync.integrations.vllm._info import NO_COPY, SHARED
 from aiosync.protocol import validate_seconds
 from aiosync.schemes import SendHandle
 from aiosync.schemes.internal import meeting_point
@@ -413,17 +414,20 @@ class AiosyncTrainerEngine:
                 # put its weights back itself; an error of the client may be that of a gateway.
                 refused = _is_refusal(worker_error)
                 if self._info.num_workers > 1 or not (step == "start" or refused):
-                    self._undo(update)
+                    self._undo(update, worker_error or exc)
             if worker_error is not None:
                 raise worker_error from exc
             raise
         return loading
 
-    def _undo(self, update: dict[str, Any]) -> None:
-        """End a failed update, and let the workers that have loaded it, or still do, undo that."""
-        # Workers that refused the update refuse this, too. activate() raises their first error.
-        with contextlib.suppress(AiosyncError):
+    def _undo(self, update: dict[str, Any], error: BaseException) -> None:
+        """End a failed update, and have workers undo it; note in ``error`` if one cannot."""
+        try:
             self._ask("update", self.client.update_weights, {**update, "undo": True})
+        except AiosyncError as exc:
+            # Workers that refused the update refuse this, too. activate() raises their first error.
+            if NO_COPY in f"{exc}{text_of(exc.__cause__)}":
+                error.add_note(f"The update cannot be undone, as {NO_COPY}")
         with contextlib.suppress(AiosyncError):
             self._ask("finish", self.client.finish_weight_update)
 

@@ -43,7 +43,7 @@ from aiosync.errors import (
     RecvTimeout,
     SyncTimeout,
 )
-from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo
+from aiosync.integrations.vllm._info import NO_COPY, AiosyncInitInfo, AiosyncUpdateInfo
 from aiosync.sync import WeightSyncScheme
 from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.devices import uploaded
@@ -153,15 +153,16 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
 
     def receive_weights(self, update_info: AiosyncUpdateInfo) -> None:
         """Load a version like :meth:`update_weights`, but do not wait for the accelerator."""
-        if update_info.undo:
-            self._roll_back()
-            self._loaded = 0
-            return
+        version = update_info.version
         try:
+            if update_info.undo:
+                self._loaded = 0
+                self._roll_back(ApplyError(f"version {version} was loaded, and is to be undone"))
+                return
             with self._ranks.together():
                 has_it = self._await_staged(update_info)
             if not has_it:
-                self._switch_to(update_info.version)
+                self._switch_to(version)
         except AiosyncError as exc:
             self._ranks.report(exc)
 
@@ -175,9 +176,9 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             with self._ranks.together():
                 if applied != version:
                     raise LocalProtocolError(f"version {applied} was applied in between")
-        except AiosyncError:
-            self._roll_back()
+        except AiosyncError as exc:
             self._loaded = 0
+            self._roll_back(exc)
             raise
 
     def finish_weight_update(self) -> None:
@@ -236,12 +237,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
                 self._synchronize()
         except Exception as exc:  # the trainer gets the error after the model is restored
             if begun:
-                self._roll_back()
-                if not info.rollback:
-                    raise ApplyError(
-                        f"{text_of(exc)}; it stopped halfway, and this engine has no copy to roll "
-                        "back to: restart it"
-                    ) from exc
+                self._roll_back(exc)
             raise
         if self._reference is None and self._check != "none":
             self._reference = of_tensors(items, also=self.model_config.dtype)
@@ -275,13 +271,21 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             if tensor.numel() and tensor.untyped_storage().data_ptr() in received:
                 tensor.data = tensor.data.clone()
 
-    def _roll_back(self) -> None:
-        """Restore the model from before the update, if there is a record of it."""
-        if self._undo is not None and self._undo.has_record:
-            self._undo.restore()
+    def _roll_back(self, error: Exception) -> None:
+        """Restore the model from before the update, if there is a record of it.
+
+        Raises:
+            ApplyError: The record has no values; the text begins with the reason, ``error``.
+        """
+        undo = self._undo
+        if undo is not None and undo.has_record:
+            undo.restore()
             for module in self.model.modules():
                 get_layerwise_info(module).reset()
             self._synchronize()
+            if not undo.has_values:
+                reason = self._ranks.take_text(error)
+                raise ApplyError(f"{reason}; it cannot be undone, as {NO_COPY}") from error
 
     @property
     def _on_accelerator(self) -> bool:
@@ -482,6 +486,11 @@ class Ranks:
         texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in every]
         return [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
 
+    def take_text(self, error: Exception) -> str:
+        """Return the errors of the last exchange, or else the text of ``error``; forget them."""
+        texts, self._texts = self._texts, []
+        return "; ".join(texts) or text_of(error)
+
     def report(self, error: Exception) -> None:
         """Raise the errors on the engine's last worker; log them on the others.
 
@@ -534,6 +543,11 @@ class Undo:
     def has_record(self) -> bool:
         """True if there is a record to restore."""
         return self._record is not None
+
+    @property
+    def has_values(self) -> bool:
+        """True if a record has the values of the tensors, too."""
+        return self._pool is not None
 
     @torch.no_grad()
     def _copy(self) -> None:

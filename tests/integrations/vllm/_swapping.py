@@ -31,25 +31,29 @@ class Client:
     """Client that calls the only worker."""
 
     def __init__(self, engine: Any) -> None:
-        self.update_weights = engine.update_weights
-        self.start_weight_update = engine.start_weight_update
         self._engine = engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._engine.init_transfer_engine(self._engine.parse_init_info(init_info))
 
+    def start_weight_update(self) -> None:
+        self._engine.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._engine.update_weights(update_info)
+
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._engine.finish_weight_update()
 
 
-def main(folder: Path) -> dict[str, Any]:
+def make_engine(folder: Path, model: torch.nn.Module) -> Any:
+    """Return the transfer engine of the only worker of an engine."""
     from vllm.distributed import init_distributed_environment
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     register()
     init_distributed_environment(1, 0, f"file://{folder}/world", 0, "gloo")
-    model = Model()
-    engine = WeightTransferEngineFactory.create_engine(
+    return WeightTransferEngineFactory.create_engine(
         SimpleNamespace(backend="aiosync"),
         SimpleNamespace(
             parallel_config=SimpleNamespace(
@@ -60,6 +64,11 @@ def main(folder: Path) -> dict[str, Any]:
         torch.device("cpu"),
         model,
     )
+
+
+def main(folder: Path) -> dict[str, Any]:
+    model = Model()
+    engine = make_engine(folder, model)
     info = AiosyncTrainerInitInfo(
         rank=0, address=f"unix://{folder}/s", pause=None, check="none", timeout=20.0
     )

@@ -1,4 +1,7 @@
-"""Program: two ranks of an engine, one of which gets the next version before it loads this one."""
+"""Program: two ranks of an engine, one of which gets the next version before it loads this one.
+
+With the argument ``without-copy`` the ranks have no copy of their weights.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,7 @@ class Client:
         """Do nothing: no update is to be kept."""
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, *, rollback: bool) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     loading, staged = context.Event(), context.Event()
     ends = [context.Pipe() for _ in range(2)]
@@ -137,6 +140,7 @@ def main(folder: Path) -> dict[str, Any]:
         check="none",
         timeout=SECONDS,
         activation_timeout=SECONDS,
+        rollback=rollback,
     )
     seen: dict[str, Any] = {}
     with AiosyncTrainerEngine.trainer_init(info, client=client) as trainer:
@@ -159,4 +163,5 @@ def main(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
-        sys.stdout.write(f"SEEN {json.dumps(main(Path(made)))}\n")
+        report = json.dumps(main(Path(made), rollback="without-copy" not in sys.argv))
+        sys.stdout.write(f"SEEN {report}\n")

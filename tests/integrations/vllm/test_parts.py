@@ -90,10 +90,10 @@ async def _refit(
     return dict(taken)
 
 
-def _run_program(name: str) -> dict[str, Any]:
+def _run_program(name: str, *arguments: str) -> dict[str, Any]:
     """Run a program of this folder, and return what it printed."""
     run = subprocess.run(
-        [sys.executable, "-m", f"tests.integrations.vllm.{name}"],
+        [sys.executable, "-m", f"tests.integrations.vllm.{name}", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -121,6 +121,25 @@ def test_ranks_of_an_engine_have_one_version(plugin: None) -> None:
     assert "rank 0: LocalProtocolError: version 2 was applied" in seen["first"][1][0]
     assert [bias for _, bias in seen["first"]] == [[0.0] * 4] * 2
     assert seen["third"] == [["", [3.0] * 4]] * 2
+
+
+@pytest.mark.timeout(180)
+def test_ranks_of_an_engine_without_a_copy_have_to_be_restarted(plugin: None) -> None:
+    seen = _run_program("_two_ranks", "without-copy")
+    assert seen["first"][0][0] == ""
+    assert "rank 0: LocalProtocolError: version 2 was applied" in seen["first"][1][0]
+    assert seen["first"][1][0].endswith("no copy to roll back to: restart it")
+    assert seen["third"] == [["", [3.0] * 4]] * 2
+
+
+def test_an_engine_without_a_copy_has_to_be_restarted(plugin: None) -> None:
+    seen = _run_program("_without_copy")
+    error, *notes = seen["lost"]
+    assert "the answer was lost" in error
+    assert notes[-1].endswith("no copy to roll back to: restart it")
+    assert "half way" in seen["broken"]
+    assert seen["broken"].endswith("no copy to roll back to: restart it")
+    assert seen["bias"] == [3.0] * 4
 
 
 def test_infos_hold_no_secret() -> None:
