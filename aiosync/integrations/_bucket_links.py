@@ -408,6 +408,7 @@ class BucketSender:
                     while not peer.error and not peer.is_ready:
                         await self._changed.wait()
                     peer.rank, peer.link.name, peer.answer = rank, name, None
+                    awaited = "answer"
                     await self._welcome(peer)
                     if not peer.error:
                         return peer
@@ -415,9 +416,13 @@ class BucketSender:
         except TimeoutError as exc:
             why = "; ".join(self._listener.refusals())
             within = seconds_text(self._seconds if whole.expired() else grace)
-            raise ConnectTimeout(
+            late = ConnectTimeout(
                 f"{name} did not {awaited} within {within}" + (f" (refused: {why})" if why else "")
-            ) from (lost or exc)
+            )
+            if awaited == "answer":
+                # Its answer to this Welcome would be taken for the one to the next Welcome.
+                peer.fail(late)
+            raise late from (lost or exc)
 
     async def _linked_peer(self, session: bytes) -> _Peer:
         """Wait until a member has a link that has not failed, and return its end here."""

@@ -387,6 +387,29 @@ async def test_members_that_do_not_come_are_named() -> None:
         assert len(await workers.refit(weights)) == 2
 
 
+async def test_a_rank_that_answers_late_that_it_is_in() -> None:
+    """Its answer to the refit that has gone on without it is none to the next refit."""
+    weights = make_weights(1)
+    async with refits(1, 1, timeout=2.0, ready=False) as workers:
+        policy, rollout = workers.policies[0], workers.rollouts[0]
+        async with FaultProxy(policy.prepare()["source"].url) as proxy:
+            await workers.get_ready(proxy.url)
+            taking = asyncio.ensure_future(take(rollout))
+            # The policy rank knows by then that the rank is ready.
+            await asyncio.sleep(0.3)
+            proxy.stall()
+            with pytest.raises(aiosync.PartialSyncError, match="did not answer within 2 s"):
+                await policy.send_weights(iter(weights.items()))
+            sending = asyncio.ensure_future(policy.send_weights(iter(weights.items())))
+            await asyncio.sleep(0.3)
+            proxy.resume()
+            [first] = await workers.outcomes(taking)
+            # It dials anew at once, or only with its next call if it has begun to read.
+            taken = await take(rollout) if isinstance(first, aiosync.TransportError) else first
+            await sending
+            assert as_bytes(taken) == as_bytes(weights)
+
+
 async def test_a_cancelled_refit() -> None:
     async with refits(1, 1) as workers:
 
