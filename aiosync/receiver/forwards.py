@@ -212,7 +212,7 @@ class _Watch:
         self._guard, self._model, self._left = guard, weakref.ref(model), _MOST_LOOKS
         # True if the model has no forward, so that the parts are guarded instead of it.
         self._in_parts = has_no_forward(model)
-        inside = set(model.modules()) - {model}
+        inside = set(_modules_in(model)) - {model}
         if not self._in_parts:
             # The forward of such a part is a read of its own, so that it is never outside one.
             inside -= parts
@@ -305,6 +305,22 @@ def _only_raises(code: CodeType) -> bool:
     )
 
 
+def _modules_in(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules below it.
+
+    ``modules()`` of a guarded module is a read of each of its schemes: inside an update of one it
+    would wait for an update of another, which may wait for the first.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found[each] = None
+            waiting += each.children()
+    return list(found)
+
+
 def _forward_parts(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose forwards make up that of ``module``: itself, or its parts.
 
@@ -330,7 +346,7 @@ def _entrances(module: nn.Module) -> list[nn.Module]:
     itself.
     """
     found = dict.fromkeys(_forward_parts(module))
-    for each in module.modules():
+    for each in _modules_in(module):
         if callable(getattr(type(each), "generate", None)):
             found[each] = None
             if getattr(getattr(each, "config", None), "is_encoder_decoder", False):

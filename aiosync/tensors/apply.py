@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -269,8 +269,11 @@ class Target:
         self._plan = None
         found, tree = walk(self.target)
         erase_caches(find_cache_owners(self.target, tree))
-        # The table of a TensorDictParams may have parameters that a walk does not find.
-        tensors = [*found.tensors, *(tree.root.parameters() if tree is not None else ())]
+        # The table of a TensorDictParams may have parameters that a walk does not find. A call of
+        # parameters() may be a read of another scheme.
+        modules = () if tree is None else tree.modules
+        tables = chain.from_iterable(module._parameters.values() for module, _ in modules)
+        tensors: list[Any] = [*found.tensors, *tables]
         clones: dict[Any, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for tensor in tensors:

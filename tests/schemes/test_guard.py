@@ -566,3 +566,58 @@ async def test_a_part_that_took_the_place_of_another_is_guarded(make: Any) -> No
         model["actor"].go_on.set()
         assert await call == (2.0, 2.0)
         await handle
+
+
+class Waiting(Owner):
+    """Owner that keeps a thread that looks for its model, until it may go on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.waits = model, False
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    @property
+    def policy(self) -> nn.Module:  # type: ignore[override]
+        if self.waits and threading.current_thread() is not threading.main_thread():
+            self.entered.set()
+            assert self.go_on.wait(PATIENCE)
+        return self.model
+
+
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("moves", [False, True])
+async def test_an_update_does_not_wait_for_that_of_another_scheme(make: Any, moves: bool) -> None:
+    """Two schemes update one model without a forward, each in the thread of a read of its own."""
+    source, model, next_model = (nn.ModuleDict({"actor": models.linear()}) for _ in "abc")
+    owners = Waiting(model), Waiting(model)
+    leaves = threading.Event(), threading.Event()
+    start = {"model": source}
+
+    def read(receiver: Any, leave: threading.Event, inside: asyncio.Event) -> None:
+        with receiver.reading():
+            loop.call_soon_threadsafe(inside.set)
+            assert leave.wait(PATIENCE)
+
+    loop = asyncio.get_running_loop()
+    ends = [
+        harness.here(make(), None, sender=start, receiver={"model": None, "context": owner})
+        for owner in owners
+    ]
+    async with ends[0] as first, ends[1] as second:
+        inside = asyncio.Event(), asyncio.Event()
+        pairs, tasks = (first, second), list[Any]()
+        for (_, receiver), *events in zip(pairs, leaves, inside, strict=True):
+            tasks.append(asyncio.create_task(asyncio.to_thread(read, receiver, *events)))
+            await events[1].wait()
+        handles = [await harness.stage(*pair) for pair in pairs]
+        owners[1].waits = True
+        leaves[1].set()
+        await until(owners[1].entered.is_set)
+        if moves:
+            owners[0].model = next_model
+        leaves[0].set()
+        await asyncio.wait(tasks[:1], timeout=5.0)
+        ended = [task.done() for task in tasks]
+        owners[1].go_on.set()
+        await asyncio.gather(*tasks, *handles)
+        assert ended == [True, False]
