@@ -10,12 +10,14 @@ attributes: it is not guarded. Used from any thread. Must not import transports.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -23,7 +25,7 @@ from torch import nn
 from aiosync.receiver.code_marks import never_traced
 from aiosync.receiver.guard import Guard
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "passing_on"]
 
 # A change waits this long for the reads of other threads.
 _PATIENCE_SECONDS = 1.0
@@ -223,6 +225,33 @@ class _Change(_Door):
         return done[0]
 
 
+# True in code that passes a version on, perhaps to the very model that has it.
+_passes_on: ContextVar[bool] = ContextVar("aiosync_passes_on", default=False)
+
+
+@contextlib.contextmanager
+def passing_on() -> Iterator[None]:
+    """Let ``load_state_dict()`` in this block leave the version of reads as it is."""
+    token = _passes_on.set(True)
+    try:
+        yield
+    finally:
+        _passes_on.reset(token)
+
+
+class _Load(_Change):
+    """``load_state_dict()``: reads have version 0 from then on, until the next update."""
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the method, which loads weights that the trainer never sent."""
+        try:
+            return super().call(module, *args, **kwargs)
+        finally:
+            # A method that raises may have loaded a part of them.
+            for guard in () if _passes_on.get() else self.guards:
+                guard.held = 0, 0
+
+
 def _exclude(guard: Guard, change: Callable[[], object]) -> None:
     """Make a change while no other thread reads, or beside readers that do not end in time."""
     on_loop = asyncio._get_running_loop() is not None
@@ -235,7 +264,7 @@ def _exclude(guard: Guard, change: Callable[[], object]) -> None:
 _KINDS: dict[str, type[_Door]] = {
     "state_dict": _Door,
     "named_modules": _Door,
-    "load_state_dict": _Change,
+    "load_state_dict": _Load,
     "_apply": _Change,
     "__getstate__": _State,
     "__reduce_ex__": _Reduction,

@@ -128,7 +128,8 @@ class Guard:
         check: Called under the lock when an outermost read that computes begins; the read raises
             the exception that this raises.
         held: Epoch and version of the weights that reads see, (0, 0) for none; set by
-            the code that applies updates. Does not change during a read.
+            the code that applies updates, and by that which loads other weights. Does not change
+            during a read, unless code in the read loads weights.
         has_computed: True if a read that computes has begun since this was set to false.
         on_compute: Called under the lock by the read that sets :attr:`has_computed`, in its thread.
         read_versions: The versions that reads used.

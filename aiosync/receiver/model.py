@@ -95,8 +95,9 @@ class WorkerModel:
         self._warned = False
         # True if None was assigned during a read: the model is still to be let go.
         self._dropped = self._was_dropped = False
-        # True if a model was chosen during a read, and reads have version 0 until it gets weights.
-        self._lacks_weights = False
+        # Epoch and version of the weights that a model, chosen during a read, has yet to get. Until
+        # then reads have version 0. None if it has them.
+        self._lacks: tuple[int, int] | None = None
 
     # -- abilities -----------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class WorkerModel:
                     # The context may have the old model again, without any assignment.
                     self._dropped = self.resolve() is not self._target_of
             self._guard.follow_parts()
-            if self._lacks_weights:
+            if self._lacks is not None:
                 with self._choosing:
                     self._show_version(model)
         return model is not None and self.target is not None
@@ -246,7 +247,7 @@ class WorkerModel:
             with self._choosing:
                 self._guard_forwards(model)
                 if not (same or model is None):
-                    self._guard.held, self._lacks_weights = (0, 0), True
+                    self._lacks, self._guard.held = self._lacks or self._guard.held, (0, 0)
                 # follow() does the rest when it finds that resolve() returns another model.
                 self._dropped = (model is None or self._dropped) and not same
                 chosen()
@@ -349,10 +350,10 @@ class WorkerModel:
 
     def _show_version(self, model: Any) -> None:
         """Have reads see the version again, as the chosen model has the weights of it now."""
-        if self._lacks_weights and self.resolve() is model:
-            self._lacks_weights = False
+        if self._lacks is not None and self.resolve() is model:
+            held, self._lacks = self._lacks, None
             if self.current is not None:
-                self._guard.held = self.current.epoch, self.current.version
+                self._guard.held = held
 
     def _prepare(self, model: Any) -> bool:
         """Return True if hooks can guard a model; raise if its methods cannot be guarded."""

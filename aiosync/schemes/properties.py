@@ -6,7 +6,6 @@ The blocking twins of schemes have the same. Must not import a concrete scheme.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import os
 from collections.abc import Callable
@@ -165,7 +164,7 @@ class SchemeState(SchemeOptions):
 
     @property
     def version(self) -> int:
-        """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
+        """Sender: newest version drawn. Receiver: newest one that the model took. 0 before any."""
         runtime = self._life.runtime
         return 0 if runtime is None else runtime.version
 
@@ -392,6 +391,8 @@ class SchemeState(SchemeOptions):
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Put weights into this receiver's model by hand, between two forward passes.
 
+        Reads have version 0 from then on, until the next update. :attr:`version` stays.
+
         Args:
             weights: TensorDict or state dict; copied, never aliased.
             inplace: Keep the parameter objects; otherwise replace them.
@@ -412,9 +413,15 @@ class SchemeState(SchemeOptions):
         target = self._life.given.target()
         if target is None:
             raise ConfigError("No model registered")
-        self._life.guard.refuse_inside_read("apply_weights")
-        apply = functools.partial(self._strategy.apply_weights, target, weights, inplace=inplace)
-        self._life.guard.between_reads(apply, method="apply_weights")
+        guard = self._life.guard
+        guard.refuse_inside_read("apply_weights")
+
+        def apply() -> None:
+            self._strategy.apply_weights(target, weights, inplace=inplace)
+            # The trainer never sent these weights.
+            guard.held = 0, 0
+
+        guard.between_reads(apply, method="apply_weights")
 
     # -- checks --------------------------------------------------------------------------------
 

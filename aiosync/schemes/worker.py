@@ -19,6 +19,7 @@ from torch import nn
 from aiosync._tasks import run_on_loop
 from aiosync.errors import AiosyncError, ConfigError, ConnectTimeout, RemoteProtocolError
 from aiosync.protocol import as_names, validate_seconds
+from aiosync.receiver.copies import passing_on
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.receiver.outage import OnLost, Outage
 from aiosync.receiver.reads import Methods
@@ -481,12 +482,14 @@ class Worker:
         if update is None:
             return
 
+        @passing_on()
         def call() -> Any:
             return update(policy_or_weights=scheme.weights, model_id=self._given.model_id)
 
         if inspect.iscoroutinefunction(update):
             async with scheme.reading():
-                await call()
+                with passing_on():
+                    await call()
         else:
             # The method blocks, perhaps for this very loop.
             await in_thread(scheme.guarded(call))

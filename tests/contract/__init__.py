@@ -16,12 +16,13 @@ update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waitin
 torn_reads, pull, pull_of_a_subscriber.
 
 spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version, last_read,
-last_read_of_tasks_and_threads.
+weights_by_hand, last_read_of_tasks_and_threads.
 
-lifetime: context_passes_on, context_sends_on, cut_link, other_trainer, worker_before_trainer,
-worker_comes_again, leaving_is_not_dying, last_worker_died, rolling_restart, restarted_trainer,
-replaced_model, replaced_while_read, late_model, context, plain_weights, pickling, wrong_order,
-wrong_arguments, close_in_each_state, close_wakes, cancelled_tasks, memory_stays, nothing_is_left.
+lifetime: context_passes_on, context_that_loads_its_own_model, context_sends_on, cut_link,
+other_trainer, worker_before_trainer, worker_comes_again, leaving_is_not_dying, last_worker_died,
+rolling_restart, restarted_trainer, replaced_model, replaced_while_read, late_model, context,
+plain_weights, pickling, wrong_order, wrong_arguments, close_in_each_state, close_wakes,
+cancelled_tasks, memory_stays, nothing_is_left.
 
 cancelling: cancel_send, cancelled_send_goes_on, cancelled_send_that_failed,
 cancelled_send_that_was_refused, cancelled_send_beside_one_that_told,

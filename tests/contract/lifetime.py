@@ -515,6 +515,14 @@ class Blocking(Below):
         self.below.load_state_dict(policy_or_weights.flatten_keys(".").to_dict())
 
 
+class Loading(Blocking):
+    """Context whose call is a coroutine that does not wait."""
+
+    async def update_policy_weights_(self, **options: Any) -> None:  # type: ignore[override]
+        """Put the weights into the model below."""
+        super().update_policy_weights_(**options)
+
+
 class Awaiting(Below):
     """Context whose call is a coroutine."""
 
@@ -545,6 +553,20 @@ async def check_context_passes_on(bench: Bench) -> None:
         assert "ValueError: no policy" in str(error.failed[0])
 
 
+async def check_context_that_loads_its_own_model(bench: Bench) -> None:
+    """A context that puts the weights into the worker's own model once more keeps their version."""
+    for kind in (Blocking, Loading):
+        async with bench.sender(small(1.0), {"num_workers": 1}) as crew:
+            policy = small()
+            context = kind(policy, policy)
+            worker = crew.hire(None, context=context)
+            worker.model = policy
+            await asyncio.gather(crew.sender.connect(), worker.connect())
+            report = await crew.send(2.0)
+            with worker.scheme.reading() as read:
+                assert (policy(), read.version) == ((2.0, 2.0), report.version)
+
+
 async def check_context_sends_on(bench: Bench) -> None:
     """``update_policy_weights_()`` of a context may await a scheme of its own on the same loop."""
     for kind in (Awaiting, Decorated):
@@ -559,6 +581,7 @@ async def check_context_sends_on(bench: Bench) -> None:
 
 CHECKS = (
     check_context_passes_on,
+    check_context_that_loads_its_own_model,
     check_context_sends_on,
     check_cut_link,
     check_other_trainer,

@@ -167,6 +167,41 @@ async def check_last_read(bench: Bench) -> None:
         assert (other(), scheme.last_read.version) == ((2.0, 2.0), 2)
 
 
+async def check_weights_by_hand(bench: Bench) -> None:
+    """Reads of weights that the trainer never sent have version 0 until the next update."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        scheme, model = worker.scheme, worker.model
+        state = small(9.0).state_dict()
+        puts = (
+            lambda: scheme.apply_weights(state),
+            lambda: scheme.apply_weights(state, inplace=False),
+            lambda: model.load_state_dict(state),
+        )
+        for number, put in enumerate(puts, 2):
+            assert (await crew.send(float(number))).acked == {0}
+            # Neither of these changes any weights.
+            refuses(aiosync.ManifestMismatch, lambda: scheme.apply_weights({}))
+            model.to(model.layers[0].dtype)
+            scheme.span()
+            assert (model(), scheme.last_read.version) == ((number, number), number)
+            put()
+            assert (model(), scheme.last_read) == ((9.0, 9.0), LastRead(0, 0))
+            with scheme.reading() as read:
+                assert read.version == 0
+            assert (read.span, scheme.span().first) == (VersionSpan(0, 0), 0)
+            assert scheme.version == number
+        # Nor has the model that takes the place of this one a version, once it gets the weights.
+        other = small()
+        with read_elsewhere(scheme):
+            scheme.model = other
+        await until(lambda: other() != (-1.0, -1.0))
+        assert scheme.last_read.version == 0
+        await crew.send(7.0)
+        await worker.wait(5)
+        assert (other(), scheme.last_read.version) == ((7.0, 7.0), 5)
+
+
 async def check_last_read_of_tasks_and_threads(bench: Bench) -> None:
     """Each thread and each task has its own last_read, which is that of its last forward."""
     async with bench.crew(small(1.0), [small()]) as crew:
@@ -263,5 +298,6 @@ CHECKS = (
     check_spans_of_tasks_and_threads,
     check_first_version,
     check_last_read,
+    check_weights_by_hand,
     check_last_read_of_tasks_and_threads,
 )
