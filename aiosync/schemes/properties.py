@@ -399,6 +399,8 @@ class SchemeState(SchemeOptions):
 
         Raises:
             ManifestMismatch: They do not fit; nothing was changed.
+            ApplyError: A version that was sent before, and that the model takes first, does not
+                fit; nothing was changed.
             LocalProtocolError: Not a receiver, or called inside a forward pass or a
                 :meth:`reading` block, which would see two versions.
             ConfigError: There is no model.
@@ -415,6 +417,8 @@ class SchemeState(SchemeOptions):
             raise ConfigError("No model registered")
         guard = self._life.guard
         guard.refuse_inside_read("apply_weights")
+        # A version that was sent before this call must not overwrite the weights later.
+        guard.take()
 
         def apply() -> None:
             self._strategy.apply_weights(target, weights, inplace=inplace)

@@ -186,6 +186,26 @@ async def test_a_copy_has_what_was_sent(take: Any) -> None:
             assert take(target, owner).tolist() == [value] * 2
 
 
+PUTS: dict[str, Callable[[Any, nn.Module, Any], object]] = {
+    "apply_weights": lambda receiver, model, state: receiver.apply_weights(state),
+    "replaced": lambda receiver, model, state: receiver.apply_weights(state, inplace=False),
+    "load_state_dict": lambda receiver, model, state: model.load_state_dict(state),
+}
+"""Ways to put weights into a worker's model that the trainer never sent."""
+
+
+@pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
+async def test_weights_by_hand_come_after_what_was_sent(put: Any) -> None:
+    given = Normalizer()
+    fill(given, 9.0)
+    async with published() as (target, _, send, receiver):
+        for value in (5.0, 6.0, 7.0):
+            send(value)
+            put(receiver, target, given.state_dict())
+            with receiver.reading() as read:
+                assert (target.weight.tolist(), read.version) == ([9.0] * 2, 0)
+
+
 async def test_a_copy_is_a_plain_module() -> None:
     plain = Normalizer()
     async with published() as (target, _, send, receiver):
