@@ -139,12 +139,22 @@ class _Hooks:
         frame = sys._getframe(1)
         if frame.f_code.co_name not in _CALL_FRAMES:
             frame = _call_frame(frame)
+        # Hooks that were registered after this one may compute with the model, so that they belong
+        # to the read. torch lists the hooks after the forward: the move counts for this call.
+        if not output and len(module._forward_hooks) > 1:
+            self._move_last(module._forward_hooks)
         for guard in self.guards:
             # The hook after a forward gets the output, which is None if the forward raised.
             if output:
                 guard.leave(frame)
             else:
                 guard.enter(frame)
+
+    def _move_last(self, hooks: Any) -> None:
+        """Have torch call this object after all other hooks of a table."""
+        if next(reversed(hooks.values())) is not self:
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                hooks.move_to_end(key)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return itself, (no_guard,)

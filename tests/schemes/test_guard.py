@@ -621,3 +621,28 @@ async def test_an_update_does_not_wait_for_that_of_another_scheme(make: Any, mov
         owners[1].go_on.set()
         await asyncio.gather(*tasks, *handles)
         assert ended == [True, False]
+
+
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("options", [{}, {"prepend": True}, {"always_call": True}])
+async def test_hooks_that_were_registered_later_are_inside_the_read(
+    make: Any, options: dict[str, bool]
+) -> None:
+    target, refused = Policy(), list[str]()
+    async with acting(make, target) as (sender, receiver):
+
+        def look(*_: Any) -> None:
+            with pytest.raises(aiosync.LocalProtocolError) as caught:
+                receiver.apply_weights(Policy().state_dict())
+            refused.append(str(caught.value))
+
+        for number in range(2, 5):
+            handles = [target.register_forward_hook(look, **options) for _ in "ab"]
+            for _ in range(2):
+                assert version(target(X)) == receiver.last_read.version == number - 1
+            for handle in handles:
+                handle.remove()
+            assert len(refused) == 4 * (number - 1)
+            # The read has ended.
+            assert (await sender.send(Policy(number))).acked == {0}
