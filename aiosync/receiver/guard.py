@@ -613,7 +613,11 @@ class Guard:
 
     def holds(self, task: asyncio.Task[Any] | None) -> bool:
         """Return True if this very task is inside a block of this thread."""
-        return task is not None and task in self._open.get(threading.get_ident(), ())
+        return task is not None and self.num_blocks(task) > 0
+
+    def num_blocks(self, task: asyncio.Task[Any] | None) -> int:
+        """Return how many blocks of this thread a task, or code without one, is in."""
+        return self._open.get(threading.get_ident(), []).count(task)
 
     @property
     def is_open_around(self) -> bool:

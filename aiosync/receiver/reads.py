@@ -84,9 +84,17 @@ class Reading:
         return VersionSpan(version, version, epoch_text(epoch))
 
     def __enter__(self) -> Self:
-        task = current_task()
-        self._guard.enter(task)
-        self._entered.append((threading.get_ident(), task))
+        guard, task = self._guard, current_task()
+        entered, before = (threading.get_ident(), task), guard.num_blocks(task)
+        self._entered.append(entered)
+        try:
+            guard.enter(task)
+        except BaseException:
+            # The handler of a signal may raise once the read is open.
+            self._entered.remove(entered)
+            if guard.num_blocks(task) > before:
+                guard.leave(task)
+            raise
         return self
 
     def __exit__(
@@ -95,13 +103,16 @@ class Reading:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        found = (threading.get_ident(), current_task())
-        if found not in self._entered:
-            found = self._entered[-1]
-        self._entered.remove(found)
-        # Noted now, as leave() may apply a newer version.
-        self._held = self._guard.held
-        self._guard.leave(found[1], thread=found[0])
+        found = self._entered[-1]
+        # The handler of a signal may raise before the read has ended.
+        try:
+            here = (threading.get_ident(), current_task())
+            found = here if here in self._entered else found
+            # Noted now, as leave() may apply a newer version.
+            self._held = self._guard.held
+            self._entered.remove(found)
+        finally:
+            self._guard.leave(found[1], thread=found[0])
 
     async def __aenter__(self) -> Self:
         guard = self._guard

@@ -95,6 +95,39 @@ def test_a_forward_inside_an_update_does_not_wait_for_it() -> None:
     _blocks_nothing(guard)
 
 
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_signal_leaves_no_block_open(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler raises as a block begins or ends, in one of the calls that this makes."""
+    guard, usual, calls = Guard(), threading.get_ident, [0]
+
+    def ring() -> int:
+        calls[0] += 1
+        if calls[0] == call:
+            raise TimeoutError
+        return usual()
+
+    with Reading(guard):
+        monkeypatch.setattr(threading, "get_ident", ring)
+        with pytest.raises(TimeoutError), Reading(guard):
+            pass
+        monkeypatch.undo()
+        # The block around that one goes on.
+        assert guard.reading_here
+    _blocks_nothing(guard)
+
+
+def test_a_signal_that_comes_once_a_block_is_open_closes_it() -> None:
+    guard = Guard()
+
+    def ring() -> None:
+        raise TimeoutError
+
+    guard.on_compute = ring
+    with pytest.raises(TimeoutError), Reading(guard):
+        pass
+    _blocks_nothing(guard)
+
+
 # -- waiting for one another ------------------------------------------------------------------
 
 
