@@ -44,10 +44,11 @@ __all__ = ["PATIENCE_SECONDS", "TASKS_AROUND", "Guard", "weakly"]
 PATIENCE_SECONDS = 30.0
 """Seconds for which a call in one thread waits for another thread."""
 
-TASKS_AROUND: ContextVar[tuple[weakref.ref[asyncio.Task[Any]], ...]]
+TASKS_AROUND: ContextVar[tuple[tuple[int, weakref.ref[asyncio.Task[Any]]], ...]]
 """Tasks in whose ``async with`` blocks this code is: its own one, and those that started it there.
 
-A block may have ended since. A context may outlive such a task, so the references are weak.
+Each is there once for each guard, after the ``id()`` of the guard. A block may have ended since. A
+context may outlive such a task, so the references are weak.
 """
 TASKS_AROUND = ContextVar("aiosync_tasks_around", default=())
 
@@ -622,7 +623,7 @@ class Guard:
     @property
     def is_open_around(self) -> bool:
         """True inside an open block of this task, or of one that started this one inside it."""
-        around = [task() for task in TASKS_AROUND.get()]
+        around = [task() for guard, task in TASKS_AROUND.get() if guard == id(self)]
         with self._lock:
             reads = [read for reads in self._open.values() for read in reads]
         return any(task is not None and task in reads for task in around)

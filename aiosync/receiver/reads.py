@@ -123,10 +123,8 @@ class Reading:
             while guard.turn_left > 0:  # noqa: ASYNC110 - other threads do not wake a loop
                 await asyncio.sleep(_PAUSE_SECONDS)
             guard.note_overlap()
-        self.__enter__()
-        if (task := current_task()) is not None:
-            TASKS_AROUND.set((*TASKS_AROUND.get(), weakref.ref(task)))
-        return self
+        self._note_around(True)
+        return self.__enter__()
 
     async def __aexit__(
         self,
@@ -134,11 +132,15 @@ class Reading:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        around = [task for task in TASKS_AROUND.get() if task() is not None]
-        if (task := current_task()) is not None and weakref.ref(task) in around:
-            around.remove(weakref.ref(task))
-        TASKS_AROUND.set(tuple(around))
         self.__exit__(exc_type, exc, traceback)
+        self._note_around(self._guard.holds(current_task()))
+
+    def _note_around(self, is_inside: bool) -> None:
+        """Note if this task is inside a block of the guard, also for tasks that it starts."""
+        if (task := current_task()) is not None:
+            here = (id(self._guard), weakref.ref(task))
+            around = [each for each in TASKS_AROUND.get() if each != here and each[1]() is not None]
+            TASKS_AROUND.set((*around, here) if is_inside else tuple(around))
 
 
 def is_held_by_caller(guard: Guard) -> bool:

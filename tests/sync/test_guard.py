@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import random
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -224,3 +226,29 @@ async def test_a_cancelled_reader_leaves_nothing() -> None:
         await task
     guard.leave()
     assert apply.runs == 1
+
+
+@pytest.mark.asyncio
+async def test_generators_that_are_given_up_inside_of_blocks_add_up_to_nothing() -> None:
+    """The context of the task that gave them up does not grow."""
+    guard = Guard()
+
+    async def stream() -> AsyncIterator[None]:
+        async with Reading(guard):
+            yield
+
+    def num_noted() -> int:
+        noted = contextvars.copy_context().values()
+        return sum(len(each) for each in noted if isinstance(each, tuple))
+
+    before = num_noted()
+    for _ in range(5):
+        async for _ in stream():
+            break
+        # The loop closes the generator.
+        await asyncio.sleep(0.001)
+    assert num_noted() <= before + 1
+    async with Reading(guard), Reading(guard):
+        pass
+    assert num_noted() == before
+    _blocks_nothing(guard)
