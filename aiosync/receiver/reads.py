@@ -221,8 +221,12 @@ class Guarded:
 
     async def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Await a coroutine of the function inside a read."""
-        async with Reading(self._guard):
-            return await coroutine
+        try:
+            async with Reading(self._guard):
+                return await coroutine
+        finally:
+            # No read may have begun: Python warns of a coroutine that is dropped before it runs.
+            coroutine.close()
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return itself, (self._function,)

@@ -14,6 +14,7 @@ import importlib
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -422,6 +423,21 @@ async def test_named_methods_see_one_version_each(make: Any, how: str) -> None:
         models.fill(each, 7.0)
         assert version(each.act(X)) == version(each(X)) == 7.0 != version(model.act(X))
     assert type(model) is Policy
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["ponder", "ponder_lazily"])
+async def test_a_guarded_coroutine_that_is_cancelled_before_its_read_is_closed(name: str) -> None:
+    act = SHM().guarded(getattr(Policy(), name))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        task = asyncio.create_task(act(X))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+    assert not caught
 
 
 @pytest.mark.asyncio
