@@ -150,6 +150,8 @@ class Guard:
         self._waiters: list[threading.Lock] = []
         # Open reads of each thread: a forward by its frame, a block by its task or None.
         self._open: dict[int, list[_Read]] = {}
+        # Name and begin of the last automatic read of each thread that was inside no other read.
+        self._calls: dict[int, tuple[str, float]] = {}
         # Thread and frame that apply, and True if an interrupted apply has to run again.
         self._applying: tuple[int, FrameType, bool] | None = None
         self._pending = False
@@ -627,6 +629,22 @@ class Guard:
         with self._lock:
             reads = [read for reads in self._open.values() for read in reads]
         return any(task is not None and task in reads for task in around)
+
+    def note_call(self, name: str, began: float) -> None:
+        """Note an automatic read that is about to begin, unless it is inside another read."""
+        if not (self._open and self.reading_here):
+            self._calls[threading.get_ident()] = name, began
+
+    def calls_since(self, since: float) -> list[str]:
+        """Return the names of automatic reads that have been open since before a time."""
+        calls = list(self._calls.items())
+        with self._lock:
+            first = {thread: reads[0] for thread, reads in self._open.items() if reads}
+        return [
+            name
+            for thread, (name, began) in calls
+            if began < since and is_automatic(first.get(thread))
+        ]
 
     def refuse_inside_read(self, method: str) -> None:
         """Raise if this thread reads, as a call inside a read cannot wait for it to end.

@@ -42,7 +42,14 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Guarded", "Methods", "Reading", "is_held_by_caller", "on_behalf_of_reader"]
+__all__ = [
+    "Guarded",
+    "Methods",
+    "Reading",
+    "is_held_by_caller",
+    "on_behalf_of_reader",
+    "warn_of_long_calls",
+]
 
 _PAUSE_SECONDS = 0.001
 # An automatic read that keeps an update waiting for longer warns.
@@ -251,32 +258,42 @@ class _Automatic(Guarded):
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method while no update is applied."""
-        frame, began = sys._getframe(), time.monotonic()
-        self._guard.enter(frame)
+        frame, began, guard = sys._getframe(), time.monotonic(), self._guard
+        guard.note_call(self._name, began)
+        guard.enter(frame)
         try:
             result = self._function(*args, **kwargs)
         finally:
-            if time.monotonic() - began > _LONG_SECONDS and self._guard.has_news:
-                self._warn("kept an update waiting", "opts out, and reading() guards a part of it")
-            self._guard.leave(frame)
+            if time.monotonic() - began > _LONG_SECONDS and guard.has_news:
+                _warn_once(guard, self._name, *_LONG)
+            guard.leave(frame)
             del frame
         if isinstance(result, Generator | AsyncGenerator | Awaitable | Future):
-            self._warn("goes on after its call, unguarded", "opts out; read inside, with reading()")
+            _warn_once(guard, self._name, *_GOES_ON)
         return result
 
-    def _warn(self, what: str, advice: str) -> None:
-        """Warn once that this method held an update back for long, or goes on unguarded."""
-        warned = _warned.setdefault(self._guard, set())
-        if self._name not in warned:
-            warned.add(self._name)
-            warnings.warn(
-                f"{self._name}(), which is a read although nobody named it, {what}: "
-                f"init_on_receiver(methods=()) {advice}",
-                stacklevel=3,
-            )
 
-
+_LONG = "kept an update waiting", "opts out, and reading() guards a part of it"
+_GOES_ON = "goes on after its call, unguarded", "opts out; read inside, with reading()"
 _warned: weakref.WeakKeyDictionary[Guard, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _warn_once(guard: Guard, name: str, what: str, advice: str) -> None:
+    """Warn once that an automatic read held an update back for long, or goes on unguarded."""
+    warned = _warned.setdefault(guard, set())
+    if name not in warned:
+        warned.add(name)
+        warnings.warn(
+            f"{name}(), which is a read although nobody named it, {what}: "
+            f"init_on_receiver(methods=()) {advice}",
+            stacklevel=3,
+        )
+
+
+def warn_of_long_calls(guard: Guard) -> None:
+    """Warn once of each automatic read that has kept an update waiting for long, and goes on."""
+    for name in guard.calls_since(time.monotonic() - _LONG_SECONDS):
+        _warn_once(guard, name, *_LONG)
 
 
 def _automatic_names(model: nn.Module) -> list[str]:

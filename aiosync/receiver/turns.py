@@ -1,8 +1,9 @@
 """Turns: the moments between two reads in which the loop, or a thread, applies updates.
 
-A forward that Ctrl-C ended does not tell the guard. So the loop tries again now and then. If
-applying waits for an accelerator, a thread does it, and the loop goes on. Belongs to the loop of
-its receiver. Must not import transports.
+A forward that Ctrl-C ended does not tell the guard. So the loop tries again now and then, and each
+try warns of an automatic read that has kept it waiting for long. If applying waits for an
+accelerator, a thread does it, and the loop goes on. Belongs to the loop of its receiver. Must not
+import transports.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from aiosync._tasks import Notifier, call_soon
 from aiosync.protocol import Inbox
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.model import WorkerModel
+from aiosync.receiver.reads import warn_of_long_calls
 
 __all__ = ["Turns"]
 
@@ -135,6 +137,8 @@ class Turns:
         self._timer = None
         if not self.has_ended:
             self.submit(min(2 * pause, _RETRY_SECONDS[1]))
+            # Last, as the program may have warnings raised.
+            warn_of_long_calls(self._guard)
 
     def interrupt_loop(self, error: BaseException) -> None:
         """Have the loop raise the exception of a signal's handler, so that it ends no link.

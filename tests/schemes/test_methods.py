@@ -315,6 +315,42 @@ async def test_a_long_call_is_warned_of_once() -> None:
         assert "look()" in text and "kept an update waiting" in text and "methods=()" in text
 
 
+class Running(Agent):
+    """Agent with a method that calls another one until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        while not self.ends.wait(0.001):
+            self.look()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [SHM, PIPE])
+async def test_a_call_that_does_not_return_is_warned_of_while_it_runs(make: Any) -> None:
+    agent = Running()
+    async with acting(make, agent) as (sender, _):
+        for _ in range(3):
+            agent.look()
+            await sender.send()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            running = asyncio.ensure_future(asyncio.to_thread(agent.run))
+            await asyncio.sleep(0.05)
+            handle = sender.send_nowait()
+            try:
+                await harness.until(lambda: bool(caught) or running.done())
+                assert not running.done()
+            finally:
+                agent.ends.set()
+            await running
+            await handle
+        [text] = [str(each.message) for each in caught]
+        assert "run(), which" in text and "kept an update waiting" in text
+
+
 async def test_where_there_is_a_forward_the_methods_to_name_are_said() -> None:
     agent = WithForward()
     async with acting(SHM, agent):
