@@ -191,8 +191,8 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
     _of_process: ClassVar[tuple[str, ...]] = (*ClusterFabric._of_process, "workers")
 
     not_found_text = (
-        "it has not told this process its address, and has to know this RPC worker by name "
-        "(workers=, or a context with collector_infos)"
+        "it has not told this process its address: it has to know this RPC worker by name "
+        "(workers=, or a context with collector_infos), and to have the same model_id"
     )
 
     def begin(self, life: Life) -> None:
@@ -218,6 +218,11 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
         """Return the address at which the host ``MASTER_ADDR`` reaches this host."""
         return Address("tcp", own_host(os.environ.get("MASTER_ADDR")))
 
+    @property
+    def _key(self) -> str:
+        """Name under which workers keep this model's address: copies may serve other models."""
+        return f"{self.meeting}:{self.model_id}"
+
     # -- inviting workers ------------------------------------------------------------------------
 
     async def publish(self, address: Address) -> None:
@@ -241,7 +246,7 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
         token = self.credentials.token_bytes
 
         def attempt(left: Left) -> Awaitable[None]:
-            return invite(name, self.meeting, url, token, _INVITE_SECONDS)
+            return invite(name, self._key, url, token, _INVITE_SECONDS)
 
         # connect() and send() report the workers that are missing.
         with contextlib.suppress(ConnectError):
@@ -252,7 +257,7 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
     async def find(self) -> tuple[str, bytes | None] | None:
         """Return the address and the token that the sender told this process; ``None`` before."""
         need_rpc()
-        return invitation(self.meeting)
+        return invitation(self._key)
 
 
 def _names_of(workers: Sequence[str] | None, context: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """Links between workers of a ``torch.distributed.rpc`` group: RPC only carries invitations.
 
 The sender tells each worker the address of its stream by RPC. The worker's process keeps this
-invitation by the random id of the scheme, as long as it lives, because the worker's scheme may ask
-for it much later. Must not import schemes.
+invitation by the random id of the scheme and the name of the model, as long as it lives, because
+the worker's scheme may ask for it much later. Must not import schemes.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ def need_rpc() -> Any:
     return rpc
 
 
-def keep_invitation(scheme_id: str, url: str, token: bytes | None) -> None:
+def keep_invitation(key: str, url: str, token: bytes | None) -> None:
     """Keep the address and the token of a scheme's sender. RPC calls this, on one of its threads.
 
     Only the newest 1024 invitations are kept.
     """
-    _invitations.pop(scheme_id, None)
-    _invitations[scheme_id] = (url, token)
+    _invitations.pop(key, None)
+    _invitations[key] = (url, token)
     for old in list(_invitations)[:-_MAX_KEPT]:
         _invitations.pop(old, None)
 
 
-def invitation(scheme_id: str) -> tuple[str, bytes | None] | None:
+def invitation(key: str) -> tuple[str, bytes | None] | None:
     """Return the URL and the token that the sender of a scheme last told this process.
 
     ``None`` if it has told nothing yet.
     """
-    return _invitations.get(scheme_id)
+    return _invitations.get(key)
 
 
-async def invite(name: str, scheme_id: str, url: str, token: bytes | None, timeout: float) -> None:
+async def invite(name: str, key: str, url: str, token: bytes | None, timeout: float) -> None:
     """Tell one RPC worker the address and the token of the sender.
 
     Args:
         name: Name of the RPC worker.
-        scheme_id: Random id of the scheme.
+        key: Random id of the scheme, and name of the model.
         url: Address on which the sender listens.
         token: Token of the sender.
         timeout: Seconds for the call.
@@ -96,7 +96,7 @@ async def invite(name: str, scheme_id: str, url: str, token: bytes | None, timeo
             loop.call_soon_threadsafe(answered.set)
 
     try:
-        args = (scheme_id, url, token)
+        args = (key, url, token)
         future = need_rpc().rpc_async(name, keep_invitation, args=args, timeout=timeout)
         future.add_done_callback(on_done)
         await answered.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -81,6 +82,35 @@ async def test_a_worker_is_told_again_beside_one_that_cannot_be_told(
             old.abort()
             await harness.until(lambda old=old: scheme.sender_transports.get(0, old) is not old)
         assert told.count("dead") > 3
+
+
+@pytest.mark.asyncio
+async def test_copies_of_one_scheme_may_serve_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker finds the trainer of its own model, whichever told its process last."""
+    told: list[str] = []
+
+    def call(name: str, function: Any, *, args: Any, **_: Any) -> Future[None]:
+        answer: Future[None] = Future()
+        answer.set_result(function(*args))
+        told.append(name)
+        return answer
+
+    monkeypatch.setattr(rpc, "get_worker_info", lambda: None)
+    monkeypatch.setattr(rpc, "rpc_async", call)
+    scheme = RPCWeightSyncScheme(timeout=harness.PATIENCE, shared_memory=False)
+    trainers, workers = [copy.copy(scheme) for _ in range(2)], [copy.copy(scheme) for _ in range(2)]
+    async with trainers[0], trainers[1], workers[0], workers[1]:
+        connecting = list[Any]()
+        for idx, model_id in enumerate(("policy", "critic")):
+            source = models.linear(float(idx))
+            trainers[idx].init_on_sender(model_id=model_id, model=source, workers=["worker"])
+            workers[idx].init_on_receiver(model_id=model_id, model=models.linear())
+            connecting.append(asyncio.create_task(trainers[idx].connect()))
+        await harness.until(lambda: len(told) == 2)
+        for idx, worker in enumerate(workers):
+            await worker.connect(timeout=5)
+            await connecting[idx]
+            assert models.holds(worker, float(idx))
 
 
 @pytest.mark.parametrize("workers", ["worker0", [3]])
