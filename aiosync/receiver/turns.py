@@ -159,7 +159,8 @@ class Turns:
         if self._timer is not None:
             self._timer.cancel()
         if self._threads is not None:
-            self._threads.shutdown(wait=False)
+            # A signal's handler may have interrupted submit(), whose lock this thread then holds.
+            call_soon(self._loop, self._threads.shutdown, False)
 
 
 def _raise(error: BaseException) -> None:

@@ -281,6 +281,8 @@ class SnapshotCopier:
         self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
         self._pool = CopyPool()
         self._has_thread = False
+        # True while a call is given to the executor.
+        self._is_starting = False
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -617,12 +619,18 @@ class SnapshotCopier:
         if self._closed:
             raise TransportClosed("this scheme was closed")
         loop, calls = asyncio.get_running_loop(), [call]
+        self._is_starting = True
         try:
             running = loop.run_in_executor(self._executor, lambda: calls.pop()())
         except RuntimeError as exc:
             # The executor keeps what it could not start, and runs it in its next thread.
             calls.clear()
             raise ConfigError(f"the thread that copies weights cannot start: {exc}") from exc
+        finally:
+            self._is_starting = False
+            if self._closed:
+                # A signal's handler has called close() meanwhile.
+                self.close()
         # Retrieve the exception, which each waiting caller raises: a cancelled one does not.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._has_thread = True
@@ -646,6 +654,9 @@ class SnapshotCopier:
     def close(self) -> None:
         """Join the copying threads and give the memory back."""
         self._closed = True
+        if self._is_starting:
+            # The executor's lock may be this thread's own: _start() calls this again.
+            return
         self._executor.shutdown()
         self._pool.close()
         self._idle.clear()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 
 from aiosync._repr import in_every_state, text_of
+from aiosync._tasks import call_soon
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -476,6 +477,7 @@ class Threads:
         self._running: set[Future[Any]] = set()
         # If no call was ever started, end() makes no last call, which would start a thread.
         self._used = self._ended = False
+        self._last: Callable[[], object] | None = None
         close_in_child(self)
 
     def start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
@@ -529,8 +531,18 @@ class Threads:
         """
         if self._ended:
             return
-        self._ended = True
-        if last is not None and self._used:
+        self._ended, self._last = True, last if self._used else None
+        if self._loop.is_running():
+            # A signal's handler may have interrupted a call of an executor, whose locks this thread
+            # would then wait for until it gives them back itself.
+            call_soon(self._loop, self._shut_down)
+        else:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Make the last call after all others, and let the threads end. Idempotent."""
+        last, self._last = self._last, None
+        if last is not None:
             before = set(self._running)
             # The interpreter may be about to end.
             with contextlib.suppress(RuntimeError):
@@ -539,6 +551,7 @@ class Threads:
 
     async def aclose(self, seconds: float) -> None:
         """Wait until the threads have ended, at most for ``seconds``. Call :meth:`end` first."""
+        self._shut_down()
         pending = {self._future_of(each) for each in self._running.copy()}
         if pending:
             _, pending = await asyncio.wait(pending, timeout=seconds)

@@ -315,6 +315,38 @@ sender.shutdown()
 
 
 @pytest.mark.slow
+def test_abort_in_a_signal_handler_while_the_copying_thread_starts(fresh: tools.Fresh) -> None:
+    text = """
+import asyncio, os, signal, threading, torch
+import aiosync
+
+hung = threading.Timer(20, os._exit, [9])
+hung.daemon = True
+hung.start()
+start = threading.Thread.start
+
+def interrupted(thread):
+    if thread.name.startswith("aiosync-snapshot"):
+        signal.raise_signal(signal.SIGTERM)
+    start(thread)
+
+async def main():
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    scheme.init_on_sender(model=torch.nn.Linear(2048, 2048))
+    signal.signal(signal.SIGTERM, lambda *_: scheme.abort())
+    threading.Thread.start = interrupted
+    try:
+        await scheme.connect()
+    except aiosync.TransportClosed:
+        print("end")
+
+asyncio.run(main())
+assert not [each for each in threading.enumerate() if "aiosync" in each.name]
+"""
+    _check(fresh, text)
+
+
+@pytest.mark.slow
 def test_exit_while_another_thread_waits(fresh: tools.Fresh) -> None:
     after = """
 def wait():

@@ -35,6 +35,23 @@ async def test_calls_that_end_while_somebody_waits_for_them(often: None) -> None
 
 
 @pytest.mark.asyncio
+@pytest.mark.timeout(10)
+async def test_an_end_while_a_call_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler may abort a link anywhere, also inside of an executor."""
+    start, threads, ran = threading.Thread.start, Threads("test", 1), list[str]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        threads.end(lambda: ran.append("last"))
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        await threads.run(lambda: ran.append("first"))
+    await threads.aclose(5.0)
+    assert ran == ["first", "last"]
+
+
+@pytest.mark.asyncio
 async def test_a_call_whose_thread_cannot_start_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
