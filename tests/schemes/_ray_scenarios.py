@@ -328,6 +328,12 @@ async def lost_in_the_store() -> None:
         assert await actors[1].look.remote() == (3, {3.0})
 
 
+def kill_hubs() -> None:
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == "aiosync":
+            ray.kill(ray.get_actor(**actor))
+
+
 async def dead_hub() -> None:
     """A dead hub breaks the link; the kept error keeps no weights, here or in the store.
 
@@ -343,9 +349,7 @@ async def dead_hub() -> None:
     ):
         weights = np.zeros(4 * MIB, np.uint8)
         await asyncio.gather(sender.send(update, [memoryview(weights)]), receiver.recv())
-        for actor in ray.util.list_named_actors(all_namespaces=True):
-            if actor["namespace"] == "aiosync":
-                ray.kill(ray.get_actor(**actor))
+        kill_hubs()
         receiving = asyncio.ensure_future(receiver.recv())
         with pytest.raises(TransportBroken, match="hub actor has died"):
             await sender.send(update, [memoryview(weights)])
@@ -364,6 +368,22 @@ async def dead_hub() -> None:
         _, received = await asyncio.gather(sending, receiver.recv())
         assert received.nbytes == 4 * MIB
     await objects.aclose()
+
+
+async def dead_hub_of_a_scheme() -> None:
+    """It costs the send that meets it; the worker dials again, and the next send gets a new hub."""
+    scheme, actor = RayWeightSyncScheme(shared_memory=False), Worker.remote()
+    async with crew(scheme, [actor]) as model:
+        for version, value in ((2, 2.0), (4, 4.0)):
+            fill(model, value)
+            assert (await scheme.send()).acked == {0}
+            assert await actor.look.remote() == (version, {value})
+            kill_hubs()
+            fill(model, value + 1.0)
+            with pytest.raises(PartialSyncError):
+                await scheme.send()
+            assert await actor.wait_for.remote(version + 1) == version + 1
+            assert await actor.look.remote() == (version + 1, {value + 1.0})
 
 
 # -- actors without aiosync ---------------------------------------------------------------------

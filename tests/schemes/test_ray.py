@@ -48,6 +48,7 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.changed_after_a_cancellation, [], "asyncio"),
         (scenarios.lost_in_the_store, [], "uvloop"),
         (scenarios.dead_hub, [], "asyncio"),
+        (scenarios.dead_hub_of_a_scheme, [], "uvloop"),
         (scenarios.plain_actors, [], "uvloop"),
         (scenarios.transform, [], "asyncio"),
     ],
