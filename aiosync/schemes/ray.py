@@ -308,8 +308,10 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     def how(self, scheme: RayWeightSyncScheme) -> How:
         """Return how ``send()`` copies: ``"borrow"`` leaves large tensors to the object store."""
         # Links to plain actors and those of this fabric share what one of them puts there; other
-        # links that the user gave need a copy of the bytes.
-        shares = {type(link) for link in self.given} <= {RayActorTransport}
+        # links that the user gave need a copy of the bytes. So does a plain actor that is behind
+        # with parts of the names: what the store has for it cannot be read back, to join them.
+        sharing: set[type] = {RayActorTransport} if scheme.strict else set()
+        shares = {type(link) for link in self.given} <= sharing
         return (
             "borrow" if shares and scheme.inline_nbytes <= _MAX_BORROWING_INLINE_NBYTES else "copy"
         )

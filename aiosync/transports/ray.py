@@ -358,7 +358,7 @@ class RayObjects:
         """Return the bytes of a payload as views of this node's store.
 
         Raises:
-            LocalProtocolError: The store has lost them, or keeps them for plain actors only.
+            LocalProtocolError: The store has lost them.
         """
         try:
             self.check_cluster()
@@ -368,8 +368,6 @@ class RayObjects:
             raise LocalProtocolError(
                 f"Ray's object store has lost the weights: {_said(exc)}"
             ) from exc
-        if not _are_arrays(arrays):
-            raise LocalProtocolError("these weights are in the object store for plain actors only")
         return [array.data for array in arrays]
 
     def check_cluster(self) -> None:

@@ -107,9 +107,25 @@ class Plain:
 
     def __init__(self) -> None:
         self.model = _models.medium()
+        self.parts: dict[str, float] = {}
+        self.is_free = threading.Event()
 
     def update(self, weights: dict[str, torch.Tensor]) -> None:
         self.model.load_state_dict(weights)
+
+    def gather(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, tensor in weights.items():
+            [self.parts[name]] = extremes({name: tensor})
+
+    def gather_once_free(self, weights: dict[str, torch.Tensor]) -> None:
+        assert self.is_free.wait(20)
+        self.gather(weights)
+
+    def free(self) -> None:
+        self.is_free.set()
+
+    def gathered(self) -> dict[str, float]:
+        return self.parts
 
     @ray.method(num_returns=2)
     def update_twice(self, weights: dict[str, torch.Tensor]) -> tuple[int, int]:

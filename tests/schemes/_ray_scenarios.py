@@ -459,11 +459,32 @@ async def plain_actors() -> None:
         ray.kill(actor)
 
 
+async def parts_for_a_busy_actor() -> None:
+    """With strict=False an actor that was busy gets the newest of each name."""
+    fast, busy = Plain.remote(), Plain.options(max_concurrency=2).remote()
+    links = {
+        0: RayActorTransport(fast, "gather"),
+        1: RayActorTransport(busy, "gather_once_free"),
+    }
+    async with RayWeightSyncScheme("state_dict", strict=False, require=1) as scheme:
+        scheme.init_on_sender(model_id="mine", transports=links)
+        await scheme.connect(timeout=30)
+        for name, value in (("a", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0)):
+            # More than a sender copies on its loop.
+            await scheme.send({name: torch.full((2 * MIB,), value)})
+        assert await fast.gathered.remote() == {"a": 4.0, "b": 3.0}
+        await busy.free.remote()
+        await until(lambda: scheme.worker_versions[1] == 4)
+        assert await busy.gathered.remote() == {"a": 4.0, "b": 3.0}
+    for actor in (fast, busy):
+        ray.kill(actor)
+
+
 # -- the module of a transform -------------------------------------------------------------------
 
 
-def to_transform(actor: Any, model: Any = None) -> RayModuleTransformScheme:
-    scheme = RayModuleTransformScheme()
+def to_transform(actor: Any, model: Any = None, **options: Any) -> RayModuleTransformScheme:
+    scheme = RayModuleTransformScheme(**options)
     scheme.init_on_sender(model=model, ray_transform=actor)
     return scheme
 

@@ -50,6 +50,7 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.dead_hub, [], "asyncio"),
         (scenarios.dead_hub_of_a_scheme, [], "uvloop"),
         (scenarios.plain_actors, [], "uvloop"),
+        (scenarios.parts_for_a_busy_actor, [], "asyncio"),
         (scenarios.transform, [], "asyncio"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
