@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from aiosync._repr import text_of
 from aiosync._tasks import in_own_thread
-from aiosync.errors import AiosyncError, ConfigError, ConnectError, ConnectTimeout
+from aiosync.errors import AiosyncError, ApplyError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
 from aiosync.schemes.lifecycle import ConnectArguments, Life
@@ -607,7 +607,9 @@ class RayModuleTransformReceiver:
                 await self._scheme.connect(timeout=timeout)
                 self.joined.set_result(None)
                 while True:
-                    await self._scheme.receive(timeout=None)
+                    # With apply="manual" this raises each refusal; the trainer was told, too.
+                    with contextlib.suppress(ApplyError):
+                        await self._scheme.receive(timeout=None)
             finally:
                 # The scheme is closed next, which close() must not cancel.
                 self._task = None

@@ -516,3 +516,19 @@ async def transform() -> None:
         with pytest.raises(ConnectError, match="could not join: .*ActorError"):
             await wrong.connect(timeout=30)
     ray.kill(actor)
+
+
+async def a_refusal_of_a_transform() -> None:
+    """An update that does not fit the module costs only its own send."""
+    for apply in ("auto", "manual"):
+        actor, model = Transform.remote(), _models.medium()
+        fill(model, 1.0)
+        async with to_transform(actor, model, apply=apply) as scheme:
+            await scheme.connect(timeout=30)
+            with pytest.raises(PartialSyncError) as caught:
+                await scheme.send({"block": torch.zeros(3)})
+            assert isinstance(caught.value.failed[0], ApplyError)
+            fill(model, 2.0)
+            assert (await scheme.send(model)).acked == {0}
+            assert await actor.look.remote() == {2.0}
+        ray.kill(actor)

@@ -52,6 +52,7 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.plain_actors, [], "uvloop"),
         (scenarios.parts_for_a_busy_actor, [], "asyncio"),
         (scenarios.transform, [], "asyncio"),
+        (scenarios.a_refusal_of_a_transform, [], "uvloop"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
