@@ -177,7 +177,10 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
 
         with self._changed:
             if not self._changed.wait_for(settled, _MEET_SECONDS) or self._closed:
-                raise dist.DistStoreError("the peer did not join the process group")
+                raise TransportBroken(
+                    f"the peer did not join the process group within {_MEET_SECONDS:g} s: its "
+                    "event loop, or this one, was busy"
+                )
 
 
 def _sizes_in(value: bytes) -> tuple[int, int]:

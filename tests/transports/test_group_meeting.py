@@ -13,6 +13,7 @@ import re
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -104,6 +105,29 @@ async def test_a_meeting_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
                 assert any("Connect timeout" in str(each) for each in errors)
             # The errors are kept here, and with them their frames: these may hold nothing open.
             assert (descriptors(), threads_of_gloo()) == (before, [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_a_peer_that_does_not_go_on_says_nothing_about_ports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its loop may be busy for long, which no open port changes."""
+    wait_for = threading.Condition.wait_for
+
+    def wait(self: Any, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        return wait_for(self, predicate, timeout and timeout / 15)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", wait)
+    async with (
+        TCPTransport.pair() as (left, right),
+        DistributedTransport(left, rank=0) as link,
+    ):
+        sending = asyncio.create_task(link.send(Update(1, 1, bytes(16)), [bytes(2**18)]))
+        await right.recv(timeout=9)
+        with pytest.raises(TransportBroken, match="did not join the process group") as caught:
+            await sending
+        assert "port" not in str(caught.value)
 
 
 @pytest.mark.asyncio
