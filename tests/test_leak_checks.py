@@ -161,13 +161,19 @@ async def test_threads_that_the_loop_keeps_are_no_leak() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("run_in_thread", [asyncio.to_thread, to_thread.run_sync])
 async def test_a_call_that_goes_on_in_a_thread_of_the_loop_is_a_leak(run_in_thread: Any) -> None:
-    ended, options = threading.Event(), {"abandon_on_cancel": True}
+    begun, ended, options = asyncio.Event(), threading.Event(), {"abandon_on_cancel": True}
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        ended.wait()
+
     if run_in_thread is asyncio.to_thread:
         options = {}
     with pytest.raises(LeakError) as caught:
         async with assert_no_leaks(grace=0.05):
-            call = asyncio.ensure_future(run_in_thread(ended.wait, **options))
-            await asyncio.sleep(0.01)
+            call = asyncio.ensure_future(run_in_thread(wait, **options))
+            await begun.wait()
             call.cancel()
     ended.set()
     assert len(caught.value.leaks["threads"]) == 1

@@ -153,7 +153,8 @@ class _Hooks:
     def _move_last(self, hooks: Any) -> None:
         """Have torch call this object after all other hooks of a table."""
         if next(reversed(hooks.values())) is not self:
-            for key in [key for key, hook in hooks.items() if hook is self]:
+            # Another thread may move it, too: the list is made in one step.
+            for key in [key for key, hook in list(hooks.items()) if hook is self]:
                 hooks.move_to_end(key)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:

@@ -6,6 +6,7 @@ Must not import transports; used from any thread.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from aiosync.spans import VersionSpan, epoch_text
 
 __all__ = ["CURRENT_TASKS", "ReadVersions"]
 
-CURRENT_TASKS: dict[Any, Any] = getattr(asyncio.tasks, "_current_tasks", {"unknown": None})
-"""The running task of each loop that runs one. Where asyncio has no such name, no loop is in it.
+CURRENT_TASKS: dict[Any, Any]
+CURRENT_TASKS = getattr(sys.modules.get("_asyncio"), "_current_tasks", {"unknown": None})
+"""The running task of each loop that runs one. From Python 3.14 on, asyncio keeps no such dict.
 
 Each read needs its task, and with Python 3.11 each question for the running loop is a system call.
 """

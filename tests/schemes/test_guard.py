@@ -632,7 +632,7 @@ async def test_an_update_does_not_wait_for_that_of_another_scheme(make: Any, mov
         if moves:
             owners[0].model = next_model
         leaves[0].set()
-        await asyncio.wait(tasks[:1], timeout=5.0)
+        await asyncio.wait(tasks[:1], timeout=PATIENCE)
         ended = [task.done() for task in tasks]
         owners[1].go_on.set()
         await asyncio.gather(*tasks, *handles)

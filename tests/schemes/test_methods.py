@@ -320,9 +320,10 @@ class Running(Agent):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ends = threading.Event()
+        self.runs, self.ends = threading.Event(), threading.Event()
 
     def run(self) -> None:
+        self.runs.set()
         while not self.ends.wait(0.001):
             self.look()
 
@@ -338,7 +339,7 @@ async def test_a_call_that_does_not_return_is_warned_of_while_it_runs(make: Any)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             running = asyncio.ensure_future(asyncio.to_thread(agent.run))
-            await asyncio.sleep(0.05)
+            await harness.until(agent.runs.is_set)
             handle = sender.send_nowait()
             try:
                 await harness.until(lambda: bool(caught) or running.done())

@@ -108,7 +108,7 @@ async def test_copies_of_one_scheme_may_serve_two_models(monkeypatch: pytest.Mon
             connecting.append(asyncio.create_task(trainers[idx].connect()))
         await harness.until(lambda: len(told) == 2)
         for idx, worker in enumerate(workers):
-            await worker.connect(timeout=5)
+            await worker.connect(timeout=harness.PATIENCE)
             await connecting[idx]
             assert models.holds(worker, float(idx))
 
