@@ -452,10 +452,10 @@ def _timing_of(case: Case, name: str, blocks: Sequence[Block]) -> Timing:
 
 
 def limit_of(results: Results, case: Case) -> Timing | None:
-    """Return the limit that a case is compared with: the slowest one by median, or ``None``.
+    """Return the lower limit of a case's time: the longest of its limits by median, or ``None``.
 
-    Each limit is work that no contender can leave out. Limits are not measured with busy workers,
-    so a busy case has the limit of the same case without busy workers.
+    Each limit is the time of work that no contender can leave out. Limits are not measured with
+    busy workers, so a busy case has the limit of the same case without busy workers.
     """
     quiet = Case(case.transport, case.workload, case.workers)
     limits = [

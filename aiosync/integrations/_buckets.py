@@ -210,8 +210,10 @@ class Landing:
         """
         message = received.message
         if not received.nbytes:
-            # A transport borrows no memory for a piece without bytes, so this was not checked yet.
+            # A transport calls this object for memory, and with that has the message checked. For
+            # a piece without bytes it does not.
             self(message, 0)
+        # The checksum goes on to the end of the piece.
         self.landed(len(self._lent))
         assert isinstance(message, Update)
         if message.checksum != self._sum.digest():

@@ -303,6 +303,7 @@ class Endpoint:
         elif (staged := self._updates.read(received)) is not None:
             weights = _weights_of(staged)
             if self.newest is None:
+                # Every update is kept for the call that takes it, and answered there.
                 self.arrived.append(weights)
             else:
                 self.newest[weights.model_id] = weights

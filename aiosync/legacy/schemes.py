@@ -491,8 +491,8 @@ class WeightSyncScheme(SchemeOptions):
         """Return the sender of this object, always the same one.
 
         Raises:
-            LocalProtocolError: :meth:`init_on_sender` was not called, or without pipes or actors:
-                then the scheme itself sends (a ``RuntimeError``).
+            LocalProtocolError: :meth:`init_on_sender` was not called, or got no pipes and no
+                actors, so that the scheme itself sends. It is a ``RuntimeError``, too.
         """
         self._after_fork()
         if self._sender is None:
@@ -506,8 +506,8 @@ class WeightSyncScheme(SchemeOptions):
         """Return the receiver of this object, always the same one.
 
         Raises:
-            LocalProtocolError: :meth:`init_on_worker` was not called, or without a pipe: then the
-                scheme itself receives (a ``RuntimeError``).
+            LocalProtocolError: :meth:`init_on_worker` was not called, or got no pipe, so that the
+                scheme itself receives. It is a ``RuntimeError``, too.
         """
         self._after_fork()
         if self._receiver is None:

@@ -109,6 +109,7 @@ class HttpServer:
             if not self._server.is_serving():  # the server was closed after it accepted this link
                 return
             self._make_room()
+            # False until the request is here: such links make room first.
             self._links[link] = False
             async with asyncio.timeout(_SECONDS) as deadline:
                 try:

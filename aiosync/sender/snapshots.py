@@ -665,10 +665,10 @@ class SnapshotCopier:
 
 
 def _may_copy_ahead(snapshot: Snapshot) -> bool:
-    """Register a copy that links follow; return False if it has to end before they send.
+    """Register a copy; return True if links may send what was copied before it has ended.
 
-    It does beside an open step of another thread: links that follow the copy would have to be told
-    if the step does not end.
+    They may not while another thread is inside an optimizer's step. They would have to be told if
+    that step does not end, so the copy has to end first.
     """
     STEPS.copies.add(snapshot)
     if STEPS.wait() is False:

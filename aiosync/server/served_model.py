@@ -208,8 +208,8 @@ class ServedModel:
     def _follow_path(self, path: tuple[bytes, ...]) -> None:
         """Note which servers are above; if they have changed, have the servers below dial again.
 
-        The answer to their Hello then names the servers above. No server admits one that is above
-        it, so that they never stand in a circle.
+        When they dial, the answer names the servers above this one. A server admits none of those
+        that are above itself, so that servers never stand in a circle.
 
         Args:
             path: The marks of the servers above, from the first one to the upstream.
@@ -223,7 +223,8 @@ class ServedModel:
             if _is_server(link.hello):
                 link.lose(ConnectError("this server has another upstream"))
                 link.transport.abort()
-        # A server that is in its handshake may have been told the servers of before.
+        # A server in its handshake may have been told the servers of before. Which of these are
+        # workers is not known yet: they dial again, too.
         for transport in [*admission.arriving]:
             transport.abort()
 

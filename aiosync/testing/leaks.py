@@ -53,6 +53,7 @@ def _tasks() -> dict[object, str]:
 def _fds() -> dict[object, str]:
     """Return the open descriptors, each with the file that it refers to."""
     found: dict[object, str] = {}
+    # These are attributes of multiprocessing's helpers.
     kept = _kept("_fd", "_forkserver_alive_fd", "_forkserver_authkey_fd")
     for path in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # the descriptor that listed the directory is closed already

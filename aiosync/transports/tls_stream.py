@@ -143,12 +143,12 @@ class TlsStream(ByteStream):
     # -- the stream ----------------------------------------------------------------------------
 
     def _readv(self, buffers: Sequence[memoryview]) -> int:
-        """Read and decrypt some bytes into the one buffer; see :attr:`ByteStream.readv`."""
+        """Read and decrypt into the buffer, of which there is one; see :attr:`ByteStream.readv`."""
         try:
             return self._decrypt_into(*buffers)
         finally:
-            # TLS sometimes answers by itself, such as to a change of keys. An error does not undo
-            # what was read; the next write raises it.
+            # TLS sometimes answers by itself, such as to a change of keys. If that answer cannot be
+            # sent, what was read still counts, and the next write raises the error.
             with contextlib.suppress(OSError):
                 self.flush()
 

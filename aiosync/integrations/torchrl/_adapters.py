@@ -478,8 +478,8 @@ async def _connect_to_actors(
             workers.record(idx).fail(error, reported=False)
             workers.changed.notify()
 
-    # An actor answers in order, so it answers this after its own connect(), which RayCollector
-    # called before.
+    # An actor answers its calls in order. RayCollector has called its connect() already, so that
+    # the answer to this call comes once that has ended.
     asked = [asyncio.wrap_future(actor.__ray_ready__.remote().future()) for actor in actors]
     for idx, ready in enumerate(asked):
         ready.add_done_callback(functools.partial(fail, idx))
@@ -494,7 +494,7 @@ def _collector_reports(collector: Any, error: PartialSyncError) -> bool:
     """Return True if the collector itself will raise the errors of the failed workers.
 
     A worker of the collector that fails during its set-up sends the error through the collector's
-    pipe, and ends.
+    pipe, and ends. This waits for what it sends, a moment for each failed worker.
     """
     pipes: Any = getattr(collector, "pipes", None)
     has_pipes = pipes is not None and hasattr(collector, "procs")

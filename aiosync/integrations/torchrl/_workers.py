@@ -145,7 +145,8 @@ class Labels:
                 self._rollouts += 1
             try:
                 if stamps and is_stamped(collector):
-                    # The collector may have compiled its policy since the last rollout.
+                    # The collector may have compiled its policy since the last rollout. Frames have
+                    # version 0 until its policy is called.
                     guard_policy(self._guard, collector)
                     stamp(collector)
                 return rollout(collector, *args, **kwargs)

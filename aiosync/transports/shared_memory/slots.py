@@ -139,7 +139,7 @@ def map_page(fd: int) -> memoryview:
 
 
 def make_page() -> tuple[memoryview, int]:
-    """Return the words of a new page, and the descriptor of its file, which the caller closes.
+    """Return the machine words of a new page, and its file's descriptor, which the caller closes.
 
     Raises:
         OSError: The system has no memory or descriptor left.
@@ -332,7 +332,7 @@ class Slot:
     def seal(self, version: int, digest: bytes, nbytes: int, trace: str | None = None) -> None:
         """Write the header of a filled slot, and allow other processes to read the slot.
 
-        A second call does nothing.
+        A second call does nothing, as does one after the segment was closed.
 
         Args:
             version: The version in the slot.
@@ -343,6 +343,7 @@ class Slot:
         if self.locked and self.segment.lock_fd >= 0:
             now, ids = time.time_ns(), b""
             if trace is not None:
+                # The last bit of the time says whether the trace is sampled.
                 now = now & ~1 | int(trace[-1], 16) & 1
                 ids = bytes.fromhex(trace[3:35] + trace[36:52])
             HEADER.pack_into(self.mapping, 0, version, nbytes, digest, now, ids)
