@@ -30,8 +30,6 @@ __all__ = [
 
 _MAX_REASON_NBYTES = 65536
 _TEXT_LIMIT = 2000
-# A gateway answers with these in place of the engine, which may have got the request.
-_GATEWAY_CODES = (502, 503, 504)
 
 
 class VLLMWeightSyncClient(Protocol):
@@ -112,8 +110,7 @@ class HTTPClient:
         except urllib.error.HTTPError as exc:
             with exc:
                 reason = exc.read(_MAX_REASON_NBYTES).decode(errors="replace")
-            kind = ConnectError if exc.code in _GATEWAY_CODES else ApplyError
-            raise kind(f"{request.full_url}: HTTP {exc.code}: {reason}") from exc
+            raise ApplyError(f"{request.full_url}: HTTP {exc.code}: {reason}") from exc
         # The server was not reached, or its answer did not come in time and as a whole.
         except (OSError, http.client.HTTPException) as exc:
             raise ConnectError(f"{request.full_url}: {exc}") from exc
@@ -284,9 +281,9 @@ def ask(
         raise error
     reason = str(error) if isinstance(error, AiosyncError) else f"{type(error).__name__}: {error}"
     response = getattr(error, "response", None)  # an HTTP error has the engine's answer here
+    no_answer = ConnectError | OSError | http.client.HTTPException
+    if isinstance(error, no_answer) and response is None:
+        raise ConnectError(f"the engine did not answer {what!r}: {reason[:_TEXT_LIMIT]}") from error
     if answer_text := getattr(response, "text", ""):
         reason = f"{reason}: {answer_text}"
-    has_no_answer = getattr(response, "status_code", 504) in _GATEWAY_CODES
-    if has_no_answer and isinstance(error, ConnectError | OSError | http.client.HTTPException):
-        raise ConnectError(f"the engine did not answer {what!r}: {reason[:_TEXT_LIMIT]}") from error
     raise refused(f"the engine refused {what!r}: {reason[:_TEXT_LIMIT]}") from error
