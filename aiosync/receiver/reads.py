@@ -96,7 +96,7 @@ class Reading:
         self._entered.append(entered)
         try:
             guard.enter(task)
-        except BaseException:
+        except BaseException:  # raised again, to the caller
             # The handler of a signal may raise once the read is open.
             self._entered.remove(entered)
             if guard.num_blocks(task) > before:
