@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import time
+import warnings
 
 import pytest
 
@@ -288,6 +290,22 @@ def test_a_failed_check_ends_the_simulation() -> None:
 
     with pytest.raises(SimulationError, match="it is late"):
         simulate(main, seed=1)
+
+
+def test_a_process_may_end_before_its_first_step() -> None:
+    async def program() -> None:
+        raise AssertionError("it began")
+
+    async def main(world: World) -> None:
+        killed, stopped = (world.start(name, program()) for name in ("killed", "stopped"))
+        world.kill(killed)
+        world.stop(stopped, 10.0)
+        await asyncio.sleep(1.0)
+
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        simulate(main, seed=1)
+        gc.collect()
+    assert not seen  # such as "was never awaited"
 
 
 def test_a_killed_process_runs_no_more() -> None:

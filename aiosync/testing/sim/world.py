@@ -61,6 +61,8 @@ class World:
         self.network.weather = weather
         self._began = self._loop.now
         self._dead: list[Process] = []
+        # Those of processes that end before their first step have to be closed.
+        self._programs: list[Coroutine[Any, Any, Any]] = []
         # Descriptor that takes the place of those of dead processes.
         self._nothing = -1
 
@@ -96,6 +98,7 @@ class World:
             program: The coroutine that the process runs.
         """
         process = self._new(name)
+        self._programs.append(program)
         self.note(f"{name} starts")
         self._loop.start(process, self._live(process, program))
         return process
@@ -231,6 +234,8 @@ class World:
                         task._log_destroy_pending = False  # type: ignore[attr-defined]
                         self._loop.call_in(process, _close, task.get_coro())
                 process.tasks.clear()
+            for program in self._programs:
+                program.close()
         finally:
             asyncio._set_running_loop(None)
 
