@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import logging
 import os
 import socket
 import ssl
 from collections.abc import Sequence
 from typing import Literal
 
+from aiosync._log import log
 from aiosync.errors import AiosyncError, AuthError, ConfigError, PeerClosed
 from aiosync.rendezvous.dialer import Dialer, KeptLink, Left, to_dial
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
@@ -266,8 +268,9 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         applied = 0
         # False again once the server has left.
         server_has_joined = False
+        name = f"{dialer.name} at {dialer.where}"
         kept = KeptLink(
-            f"{dialer.name} at {dialer.where}",
+            name,
             {
                 str(each): functools.partial(self._dial_server, workers, dialer, each)
                 for each in dialer.addresses
@@ -296,6 +299,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                 workers.admission.welcome(link, idx)
                 await ended.wait()
                 if server_has_joined and scheme.reconnect == 0:
+                    _log_given_up(workers, f"the link to {name} was lost, and reconnect is 0")
                     return
                 # connect() limits its own wait for a server to join. The server may join later, so
                 # this wait for it has no limit.
@@ -306,6 +310,9 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             # _dial_server() raises an error that is noted already.
             if workers.record(idx).error is not exc:
                 workers.not_reached(idx, exc)
+            # A server that never joined is reported by connect().
+            if workers.record(idx).joined:
+                _log_given_up(workers, str(exc))
 
     async def _dial_server(
         self,
@@ -348,6 +355,12 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             take_over=scheme.take_over,
         )
         await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
+
+
+def _log_given_up(workers: WorkerRegistry, why: str) -> None:
+    """Warn that a trainer does not dial its weight server any more."""
+    text = f"no weight server any more, and no send reaches one: {why}"
+    log(logging.WARNING, "gave up", text, model=workers.model_id)
 
 
 def _expect_server(sources: Sources) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import aiosync
+from aiosync.server import WeightServer
 from tests.contract.bench import large, small
 from tests.schemes import _harness as harness
 from tests.support.waiting import until
@@ -145,6 +146,27 @@ async def test_a_worker_that_gives_up_says_so(told: Any) -> None:
         assert record.levelno == logging.WARNING
         assert "keeps version 1: the link to the trainer was lost" in record.getMessage()
         assert "not restored within 0.1 s" in str(worker.link_lost)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reconnect", [0.0, 0.1])
+async def test_a_trainer_that_gives_up_its_weight_server_says_so(
+    told: Any, reconnect: float
+) -> None:
+    async with WeightServer("tcp://127.0.0.1:0") as server:
+        trainer = sender_of(address=server.url, dial="both", reconnect=reconnect)
+        async with sender_of(address=server.url, dial="both", reconnect=reconnect) as other:
+            await other.connect()
+        await trainer.connect()
+        assert not told("gave up"), "the other one was closed by its owner"
+    async with trainer:
+        await until(lambda: told("gave up"))
+        [record] = told("gave up")
+        assert (record.levelno, record.model) == (logging.WARNING, "policy")  # type: ignore[attr-defined]
+        assert f"at {server.url}" in record.getMessage()
+        with pytest.raises(aiosync.PartialSyncError, match="the weight server at"):
+            await trainer.send()
+    assert told("gave up") == [record]
 
 
 @pytest.mark.asyncio
