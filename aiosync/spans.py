@@ -19,6 +19,15 @@ def epoch_text(epoch: int) -> str | None:
     return f"{epoch:016x}" if epoch else None
 
 
+def _check_epoch(epoch: object) -> None:
+    """Refuse ``scheme.epoch``, a number: compared with the text of a span it never matches."""
+    if epoch is not None and not isinstance(epoch, str):
+        raise ConfigError(
+            "an epoch must be a text of 16 hexadecimal digits, such as f'{scheme.epoch:016x}', "
+            f"got {epoch!r}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LastRead:
     """The weights that a read used, as ``scheme.last_read`` returns them.
@@ -43,6 +52,9 @@ class VersionSpan:
             server; ``None`` if that is not known.
         runs: The number of tokens, steps or reads that each version made, as pairs (version,
             count), in the order in which they came; empty if nothing was counted.
+
+    Raises:
+        ConfigError: The epoch is no text.
     """
 
     first: int
@@ -50,16 +62,20 @@ class VersionSpan:
     epoch: str | None = None
     runs: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_epoch(self.epoch)
+
     @classmethod
     def from_runs(cls, runs: Iterable[tuple[int, int]], epoch: str | None = None) -> VersionSpan:
         """Return the span of pairs (version, count).
 
         Args:
             runs: Pairs (version, count), at least one; neighbours of one version become one.
-            epoch: The run of a trainer that sent the versions.
+            epoch: The run of a trainer that sent the versions, 16 hexadecimal digits:
+                ``f"{scheme.epoch:016x}"``.
 
         Raises:
-            ConfigError: There are no pairs.
+            ConfigError: There are no pairs, or the epoch is no text.
         """
         merged = _merge(runs)
         if not merged:
@@ -96,7 +112,7 @@ def staleness(
         span: The versions that the sample was computed with, if they are known.
         weight: ``"sample"`` counts from the oldest weights in it; ``"token"`` takes the mean over
             the counts in :attr:`VersionSpan.runs`.
-        epoch: The trainer's own run; ``None`` if all spans are of one run.
+        epoch: The trainer's own run, as in a span; ``None`` if all spans are of one run.
         first_version: The version with which the trainer's run began. From 2 on the run continues
             the count of the run before, and versions below are comparable.
 
@@ -106,10 +122,11 @@ def staleness(
         also if several versions were not counted.
 
     Raises:
-        ConfigError: There is no such weight.
+        ConfigError: There is no such weight, or the epoch is no text.
     """
     if weight not in ("sample", "token"):
         raise ConfigError(f"weight must be 'sample' or 'token', got {weight!r}")
+    _check_epoch(epoch)
     if span is None or not 1 <= span.first <= span.last <= now:
         return None
     if epoch is not None and span.epoch not in (None, epoch) and span.last >= first_version:

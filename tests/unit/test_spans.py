@@ -30,6 +30,18 @@ def test_runs_are_merged_and_keep_their_order() -> None:
         VersionSpan.from_runs(())
 
 
+@pytest.mark.parametrize("epoch", [0xAA, b"00000000000000aa"])
+def test_an_epoch_that_is_no_text_is_refused(epoch: Any) -> None:
+    """``scheme.epoch`` is a number, and no span of another worker would equal it."""
+    for refuses in (
+        lambda: VersionSpan(3, 3, epoch),
+        lambda: VersionSpan.from_runs([(3, 1)], epoch),
+        lambda: staleness(5, VersionSpan(3, 3, MINE), epoch=epoch),
+    ):
+        with pytest.raises(ConfigError, match="16 hexadecimal digits"):
+            refuses()
+
+
 @pytest.mark.parametrize(
     ("now", "span", "sample", "token"),
     [
