@@ -299,6 +299,12 @@ class WorkerLink:
 
     async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
         """Write one update, as soon as the link can use its bytes."""
+        digest = snapshot.layout.digest
+        if self._digest != digest and self._chunks is None and self.publisher is None:
+            await self.transport.send(ManifestMessage(snapshot.layout.manifest))
+            self._digest = digest
+        # Nothing is awaited between this and the views of borrowed bytes: a send() that is
+        # cancelled copies them, and until then the memory has others.
         await self._wait_until_usable(snapshot)
         if self._announces(snapshot):
             await self._announce(snapshot)

@@ -302,6 +302,32 @@ async def changed_after_a_cancellation() -> None:
         assert await actor.look.remote() == (3, {4.0})
 
 
+async def cancelled_before_the_store() -> None:
+    """A send of a new layout that is cancelled at any turn arrives whole, or not at all."""
+    scheme, actor = RayWeightSyncScheme(shared_memory=False), Worker.remote()
+    async with crew(scheme, [actor], {0: as_if_far(scheme, strict=False)}) as model:
+        for turns in range(6):
+            version = scheme.version
+            fill(model, 2.0)
+            # Another dtype is another layout, whose manifest travels first.
+            dtype = (torch.float64, torch.float32)[turns % 2]
+            weights = {name: each.to(dtype) for name, each in model.state_dict().items()}
+            sending = asyncio.ensure_future(scheme.send(weights))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+            is_sent = scheme.version > version
+            assert await actor.wait_for.remote(scheme.version) == scheme.version
+            expected = scheme.version, {2.0 if is_sent else 1.0}
+            assert await actor.look.remote() == expected, f"cancelled after {turns} turns"
+            for each in weights.values():
+                each.fill_(1.0)
+            await scheme.send(weights)
+            assert await actor.look.remote() == (scheme.version, {1.0})
+
+
 async def lost_in_the_store() -> None:
     """Weights that the store has lost reach no worker, and the next weights arrive."""
     scheme, actors, owner = RayWeightSyncScheme(), [Worker.remote()], Owner.remote()

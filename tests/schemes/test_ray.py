@@ -46,6 +46,7 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.in_place, [], "asyncio"),
         (scenarios.faults_of_the_store, [], "asyncio"),
         (scenarios.changed_after_a_cancellation, [], "asyncio"),
+        (scenarios.cancelled_before_the_store, [], "asyncio"),
         (scenarios.lost_in_the_store, [], "uvloop"),
         (scenarios.dead_hub, [], "asyncio"),
         (scenarios.dead_hub_of_a_scheme, [], "uvloop"),
