@@ -58,7 +58,11 @@ class Accelerator(Protocol):
         """Wait for all work that is queued on a device, on any stream."""
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Queue copies of tensors into others on the same device, after the work of the stream."""
+        """Queue copies of tensors into others on the same device, after the work of the stream.
+
+        All targets have one dtype, and all sources have one: before version 2.11, torch takes the
+        dtype of the first target for that of all, and writes wrong values in silence.
+        """
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue the copy of a block between device and host, after the work of the stream."""

@@ -227,13 +227,14 @@ def _batches_of_small(pairs: Iterable[TensorPair]) -> Iterator[_Batch]:
 
 
 def _copy_there(pairs: list[TensorPair]) -> list[TensorPair]:
-    """Begin the copies from an accelerator to itself, all in one call; return the other pairs."""
+    """Begin the copies from an accelerator to itself, all at once; return the other pairs."""
     api, rest = accelerator(), list[TensorPair]()
-    there: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    there: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for pair in pairs:
         target, source = pair
         if _are_on_one_accelerator(target, source):
-            targets, sources = there.setdefault(target.device, ([], []))
+            key = target.device, target.dtype, source.dtype
+            targets, sources = there.setdefault(key, ([], []))
             targets.append(target)
             sources.append(source)
         else:

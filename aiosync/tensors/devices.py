@@ -47,8 +47,9 @@ class _Block:
         start: Its first byte in the flat buffer.
         stop: The end of the range.
         leaves: Indices of the leaves in it.
-        small_leaves: The places of these leaves in the block on the device; empty if the only leaf
-            is transferred from and to its own memory.
+        batches: Indices of leaves, and their places in the block on the device; those of each batch
+            have one dtype, and their tensors have one. Empty if the only leaf is transferred from
+            and to its own memory.
         at: Offset of the range in the bytes of that leaf.
         gaps: Ranges of the flat buffer in it that belong to no leaf.
     """
@@ -56,7 +57,7 @@ class _Block:
     start: int
     stop: int
     leaves: list[int]
-    small_leaves: list[torch.Tensor]
+    batches: list[tuple[list[int], list[torch.Tensor]]]
     at: int = 0
     gaps: tuple[tuple[int, int], ...] = ()
 
@@ -102,7 +103,7 @@ class DeviceCopies:
         # No later call could write to memory of the inference mode of the caller.
         with torch.inference_mode(False), torch.no_grad():
             self._memory: torch.Tensor = api.empty(nbytes, device)
-            self._blocks += map(self._make_block, runs)
+            self._blocks += [self._make_block(run, tensors) for run in runs]
         self._largest = max((block.stop - block.start for block in self._blocks), default=0)
 
     def _add_large_blocks(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
@@ -124,19 +125,20 @@ class DeviceCopies:
                 self.rest.append(leaf)
         return small
 
-    def _make_block(self, run: list[int]) -> _Block:
+    def _make_block(self, run: list[int], tensors: Mapping[int, torch.Tensor]) -> _Block:
         """Make the block of a run of small leaves, with their places in the device's memory."""
         specs = [self._layout.manifest.leaves[leaf] for leaf in run]
         start = specs[0].offset
-        small_leaves = [
-            self._memory[spec.offset - start : _end(spec) - start]
-            .view(self._layout.dtypes[leaf])
-            .view(spec.shape)
-            for leaf, spec in zip(run, specs, strict=True)
-        ]
+        batches: dict[object, tuple[list[int], list[torch.Tensor]]] = {}
+        for leaf, spec in zip(run, specs, strict=True):
+            dtype = self._layout.dtypes[leaf]
+            leaves, places = batches.setdefault((dtype, tensors[leaf].dtype), ([], []))
+            leaves.append(leaf)
+            place = self._memory[spec.offset - start : _end(spec) - start]
+            places.append(place.view(dtype).view(spec.shape))
         between = ((_end(one), other.offset) for one, other in pairwise(specs))
         gaps = tuple(gap for gap in between if gap[0] < gap[1])
-        return _Block(start, _end(specs[-1]), run, small_leaves, 0, gaps)
+        return _Block(start, _end(specs[-1]), run, [*batches.values()], 0, gaps)
 
     def gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
         """Copy tensors into a flat buffer, after all work that was queued for them on any stream.
@@ -154,8 +156,8 @@ class DeviceCopies:
         api, host = self._api, self.source_of(flat).tensor()
         api.synchronize(self.device)
         for block in self._blocks:
-            if block.small_leaves:
-                api.copy(block.small_leaves, [tensors[leaf] for leaf in block.leaves])
+            for leaves, places in block.batches:
+                api.copy(places, [tensors[leaf] for leaf in leaves])
             api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
         api.synchronize(self.device)
         views = flat.views(self._layout)
@@ -192,8 +194,8 @@ class DeviceCopies:
                 api.transfer(self._device_bytes(block, tensors), part)
                 if ring is not None:
                     ring.used()
-                if block.small_leaves:
-                    api.copy([tensors[leaf] for leaf in block.leaves], block.small_leaves)
+                for leaves, places in block.batches:
+                    api.copy([tensors[leaf] for leaf in leaves], places)
             api.synchronize(self.device)
         views = flat.views(self._layout)
         for leaf in self.rest:
@@ -205,7 +207,7 @@ class DeviceCopies:
         self, block: _Block, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
         """Return the bytes of a block on the device, where a transfer reads or writes them."""
-        if block.small_leaves:
+        if block.batches:
             return self._memory[: block.stop - block.start]
         large = tensors[block.leaves[0]].detach().view(-1).view(torch.uint8)
         return large[block.at : block.at + block.stop - block.start]

@@ -63,6 +63,8 @@ class Deferred:
         assert all(
             target.shape == source.shape for target, source in zip(targets, sources, strict=True)
         )
+        # CUDA kernels of torch 2.6 to 2.10 write wrong values into a list of targets in two dtypes.
+        assert len({each.dtype for each in targets}) == len({each.dtype for each in sources}) == 1
         for target, source in zip(targets, sources, strict=True):
             self._begin(target, source)
 

@@ -139,6 +139,25 @@ def test_other_dtypes_on_the_way(device: Deferred) -> None:
         assert torch.equal(tensor, source[name].to(torch.bfloat16).to(tensor.dtype))
 
 
+@pytest.mark.parametrize("there", [False, True], ids=["through the host", "on the device"])
+def test_tensors_of_several_dtypes_beside_each_other(device: Deferred, there: bool) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.float16, torch.int64]
+    source = {str(at): torch.full((5,), at + 1, dtype=each) for at, each in enumerate(dtypes)}
+    # Some have another dtype on the way, and some again another one in the target.
+    on_the_way = check_dtypes({"1": torch.float32, "2": torch.bfloat16}, "wire_dtype")
+    prepared = Flattener(dtype=on_the_way).prepare(source)
+    nbytes = prepared.layout.nbytes
+    memory = DeviceMemory.allocate(device.fake_driver, device.fake_driver.granularity)
+    flat = DeviceBuffer(nbytes, lambda: memory) if there else FlatBuffer(nbytes)
+    prepared.copy_into(flat)
+    for view, tensor in zip(flat.views(prepared.layout), source.values(), strict=True):
+        assert torch.equal(view, tensor.to(view.dtype))
+    target = {name: torch.zeros_like(each) for name, each in source.items()}
+    target["0"] = target["0"].half()
+    Target(target, strict=False).apply_(prepared.layout, flat, {}, copy=True)
+    assert all(torch.equal(target[name], source[name].to(target[name].dtype)) for name in source)
+
+
 def test_mixed_with_what_stays_on_the_host(device: Deferred) -> None:
     class Host(torch.Tensor):
         """A tensor that is not on the fake accelerator."""
