@@ -22,6 +22,12 @@ __all__ = ["PINNED_NBYTES", "Accelerator", "accelerator", "use_accelerator"]
 PINNED_NBYTES = 2**18
 """Number of bytes from which pinning memory pays."""
 
+# Dtypes between which a kernel of CUDA copies many tensors at once; for all others torch raises.
+_COPIED_AT_ONCE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+_COPIED_AT_ONCE |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+_COPIED_AT_ONCE |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128}
+_COPIED_AT_ONCE |= {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+
 # Flags of cudaHostRegister().
 _PORTABLE, _READ_ONLY = 1, 8
 
@@ -107,7 +113,11 @@ class _Torch:
         torch.accelerator.synchronize(device)
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(targets, sources)
+        if {targets[0].dtype, sources[0].dtype} <= _COPIED_AT_ONCE:
+            torch._foreach_copy_(targets, sources)
+        else:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

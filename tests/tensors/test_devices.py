@@ -14,9 +14,11 @@ from torch import nn
 from aiosync.device_memory import DeviceMemory
 from aiosync.errors import ConfigError, TransportBroken
 from aiosync.tensors import FlatBuffer, Flattener, Target
+from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.copying import copy_tensors
 from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.devices import BLOCK_NBYTES, uploaded
+from aiosync.tensors.dtypes import DTYPES
 from aiosync.tensors.mapping import check_dtypes
 from tests.support.accelerator import Deferred, deferred
 
@@ -297,6 +299,32 @@ def test_a_copy_between_tensors_of_the_device_has_ended(device: Deferred) -> Non
     targets = [torch.zeros(5), torch.zeros(3, 2)]
     copy_tensors([(each, torch.ones_like(each)) for each in targets])
     assert all(bool(each.eq(1.0).all()) for each in targets)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_dtypes_that_torch_does_not_copy_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "complex32 float8_e8m0fnu uint16 uint32 uint64".split()
+    alone = {dtype for dtype, name in DTYPES.items() if name in names}
+    together, seen = torch._foreach_copy_, set[torch.dtype]()
+
+    def on_cuda(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for each in [*targets, *sources]:
+            if each.dtype in alone:
+                raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {each.dtype}')
+            seen.add(each.dtype)
+        together(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", on_cuda)
+    casts = [(torch.float32, dtype) for dtype in alone if dtype.is_floating_point]
+    casts += [(torch.complex32, torch.complex64), (torch.complex64, torch.complex32)]
+    for to, of in [*zip(DTYPES, DTYPES, strict=True), *casts]:
+        sources = [torch.ones(size).to(of) for size in (1, 5, 0)]
+        targets = [torch.zeros_like(each, dtype=to) for each in sources]
+        accelerator().copy(targets, sources)
+        for target, source in zip(targets, sources, strict=True):
+            expected = source.to(to).view(torch.uint8)
+            assert torch.equal(target.view(torch.uint8), expected), (to, of)
+    assert seen == DTYPES.keys() - alone
 
 
 def test_memory_that_is_kept_for_copies_is_of_no_inference_mode(device: Deferred) -> None:
