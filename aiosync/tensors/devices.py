@@ -155,11 +155,14 @@ class DeviceCopies:
         """Do what :meth:`gather` says."""
         api, host = self._api, self.source_of(flat).tensor()
         api.synchronize(self.device)
-        for block in self._blocks:
-            for leaves, places in block.batches:
-                api.copy(places, [tensors[leaf] for leaf in leaves])
-            api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
-        api.synchronize(self.device)
+        try:
+            for block in self._blocks:
+                for leaves, places in block.batches:
+                    api.copy(places, [tensors[leaf] for leaf in leaves])
+                api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
+        finally:
+            # After an error, too, the caller may use the buffer again at once.
+            api.synchronize(self.device)
         views = flat.views(self._layout)
         for leaf in self.rest:
             views[leaf].copy_(tensors[leaf])
@@ -186,16 +189,19 @@ class DeviceCopies:
         host = source.tensor()
         threads = min(len(os.sched_getaffinity(0)), self._largest // _SHARE_NBYTES, _MAX_THREADS)
         api.synchronize(self.device)
-        with contextlib.closing(CopyPool(max(1, threads))) as pool:
-            for block in self._blocks:
-                part = host[block.start : block.stop]
-                if ring is not None:
-                    part = ring.fill(flat.array[block.start : block.stop], pool)
-                api.transfer(self._device_bytes(block, tensors), part)
-                if ring is not None:
-                    ring.used()
-                for leaves, places in block.batches:
-                    api.copy([tensors[leaf] for leaf in leaves], places)
+        try:
+            with contextlib.closing(CopyPool(max(1, threads))) as pool:
+                for block in self._blocks:
+                    part = host[block.start : block.stop]
+                    if ring is not None:
+                        part = ring.fill(flat.array[block.start : block.stop], pool)
+                    api.transfer(self._device_bytes(block, tensors), part)
+                    if ring is not None:
+                        ring.used()
+                    for leaves, places in block.batches:
+                        api.copy([tensors[leaf] for leaf in leaves], places)
+        finally:
+            # After an error, too, the caller may give the buffer back at once.
             api.synchronize(self.device)
         views = flat.views(self._layout)
         for leaf in self.rest:

@@ -229,6 +229,42 @@ class OnlyLarge(Deferred):
         return super().has(tensor) and tensor.numel() > 1000
 
 
+class Failing(Deferred):
+    """A fake accelerator whose second transfer fails."""
+
+    def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.num_transfers == 1:
+            raise RuntimeError("no second transfer")
+        super().transfer(target, source)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("size", [3, 2**18])
+def test_no_transfer_goes_on_after_an_error(memory: Callable[[int], FlatBuffer], size: int) -> None:
+    class Host(torch.Tensor):
+        """A tensor that is not on the fake accelerator, so that the others are two blocks."""
+
+    source = {name: torch.ones(size) for name in "abc"}
+    source["b"] = source["b"].as_subclass(Host)
+    with deferred(Failing()) as fake:
+        prepared = Flattener().prepare(source)
+        flat = memory(prepared.layout.nbytes)
+        with pytest.raises(RuntimeError, match="no second transfer"):
+            prepared.copy_into(flat)
+        # The trainer may write the next version there at once.
+        flat.array[:] = 0xEE
+        fake.synchronize(torch.device("cpu"))
+        assert bool((flat.array == 0xEE).all())
+    target = {name: torch.zeros(size) for name in "ac"}
+    with deferred(Failing()) as fake:
+        with pytest.raises(RuntimeError, match="no second transfer"):
+            Target(target, strict=False).apply_(prepared.layout, flat, {}, copy=True)
+        before = deepcopy(target)
+        flat.array[:] = 0
+        fake.synchronize(torch.device("cpu"))
+        assert all(torch.equal(target[name], before[name]) for name in target)
+
+
 def test_nothing_is_written_if_the_memory_of_others_is_gone() -> None:
     def share() -> memoryview:
         raise TransportBroken("foreign code has closed the descriptor")
