@@ -110,7 +110,7 @@ class _Torch:
         return not (tensor.is_cpu or tensor.is_meta)
 
     def synchronize(self, device: torch.device) -> None:
-        torch.accelerator.synchronize(device)
+        _module_of(device).synchronize(device)
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         if {targets[0].dtype, sources[0].dtype} <= _COPIED_AT_ONCE:
@@ -123,8 +123,9 @@ class _Torch:
         target.copy_(source, non_blocking=True)
 
     def mark(self, device: torch.device) -> Callable[[], object]:
-        event = torch.accelerator.current_stream(device).record_event()
-        return event.synchronize
+        stream = _module_of(device).current_stream(device)
+        wait: Callable[[], object] = stream.record_event().synchronize
+        return wait
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         try:
@@ -171,6 +172,14 @@ class _Torch:
 
     def tensor(self, memory: DeviceMemory) -> torch.Tensor:
         return torch.as_tensor(_Block(memory), device=torch.device("cuda", memory.driver.index))
+
+
+def _module_of(device: torch.device) -> Any:
+    """Return the module of torch whose calls wait for a device."""
+    # Calls and events of torch.accelerator set the thread's current device again at their end, also
+    # one that this process never used: CUDA then makes a context there, of some hundred MiB, or
+    # fails if another process has that GPU for itself. Those of torch.cuda leave it alone.
+    return torch.cuda if device.type == "cuda" else torch.accelerator
 
 
 class _Block:
