@@ -218,6 +218,9 @@ class WeightReceiver:
             lost = await self._receive_until_lost()
             if self._closed or self.error is not None:
                 return
+            # A read that takes the last version of this link then reports it.
+            self._promise.withdraw()
+            self.updates.end_link()
             found = await self._find_next_link(lost)
             if found is None:
                 return
@@ -521,6 +524,8 @@ class WeightReceiver:
             changed = True
         if changed:
             self.waits.changed.notify()
+            if self.outage.lost_link is not None:
+                self.updates.end_link()
 
     def _report_one(self, staged: Staged) -> None:
         """Answer for an update that the model took or refused; with a hook, once that has ended."""

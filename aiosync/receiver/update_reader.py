@@ -177,6 +177,20 @@ class UpdateReader:
             # The last slot that the word named before the link ended is still to be read.
             self.slots.outlives_link = True
 
+    def end_link(self) -> None:
+        """Give a lost link's device memory back, unless its word names a version to read yet.
+
+        A trainer that restarts needs that memory before it can be reached. On the loop.
+        """
+        slots, known = self.slots, [*self._mapped.values()]
+        buffers = [flat for flat in known if isinstance(flat, DeviceBuffer)]
+        if buffers and slots is not None and not slots.is_behind:
+            # The model's update keeps its buffer, but was copied.
+            for flat in buffers:
+                flat.forget()
+            self._mapped.clear()
+            slots.close()
+
     @property
     def partial(self) -> tuple[int, int, int, bytes] | None:
         """Epoch, version, verified bytes and digest of an update of which a chunk is here."""

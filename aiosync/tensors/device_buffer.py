@@ -57,6 +57,11 @@ class DeviceBuffer(FlatBuffer):
         api.synchronize(self.device)
         return host.memoryview()
 
+    def forget(self) -> None:
+        """Forget the device memory, which then goes with its last view."""
+        self.release()
+        self._all = None
+
     def exclusive(self) -> bool:
         """Return True: kept views do not count, as they are valid only while the slot is in use."""
         return True

@@ -406,12 +406,17 @@ def abort(state: harness.State) -> None:
 
 def has_nothing(state: harness.State) -> bool:
     """Return True if no descriptor of shared memory and no device memory is left here."""
+    return has_none_of(state, "memfd")
+
+
+def has_none_of(state: harness.State, kind: str) -> bool:
+    """Return True if no descriptor of this kind of file and no device memory is left here."""
     gc.collect()
     names = list[str]()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of this very list
             names.append(os.readlink(f"/proc/self/fd/{fd}"))
-    left = [name for name in names if "memfd" in name]
+    left = [name for name in names if kind in name]
     return not left and not accelerator().fake_driver.mapped  # type: ignore[attr-defined]
 
 
@@ -555,6 +560,46 @@ async def test_a_slot_stays_when_the_link_ends_in_the_middle_of_a_copy(device: D
             await sender.send()
         assert await other.call(look) == {9.0}
         assert device.num_transfers == before
+
+
+@pytest.mark.parametrize("when", ["idle", "copying", "behind"])
+async def test_slots_of_a_lost_trainer_are_given_back_before_there_is_another(
+    when: str, device: Deferred
+) -> None:
+    source = net(1.0)
+    async with trainer(source, 1) as sender, process() as worker:
+        twin = pickle.loads(pickle.dumps(sender))
+        await asyncio.gather(sender.connect(), worker.call(join, twin))
+        for value in (2.0, 3.0, 4.0, 5.0):
+            fill(source, value)
+            await sender.send()
+            if when == "behind":
+                # Reads then take later versions from the word, without an answer.
+                assert await worker.call(look) == {value}
+        fill(source, 6.0)
+        if when == "copying":
+            await worker.call(block, 1)
+            sending = sender.send_nowait()
+            await until_worker(worker, is_blocked)
+            sender.abort()
+            await worker.call(go_on)
+            await asyncio.gather(sending, return_exceptions=True)
+        elif when == "behind":
+            await sender.send()
+            sender.abort()
+            await until_worker(worker, has_no_link)
+            assert await worker.call(look) == {6.0}
+        else:
+            sender.abort()
+        await until_worker(worker, has_no_device_memory)
+
+
+def has_no_device_memory(state: harness.State) -> bool:
+    return has_none_of(state, "fake device memory")
+
+
+def has_no_link(state: harness.State) -> bool:
+    return state.scheme.link_lost is not None
 
 
 async def test_a_worker_that_leaves_in_the_middle_of_a_transform(device: Deferred) -> None:
