@@ -268,7 +268,8 @@ class _Sender:
             # An earlier update failed, and this one was not sent yet.
             self._tolerate(exc)
             report = self._scheme.send(weights, meant)
-        if waits and report.waiting:
+        # A send that has failed at once names no worker in its report: wait_async() raises it.
+        if waits and not report.acked:
             try:
                 self._scheme.wait_async()
             except PartialSyncError as exc:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
 from aiosync.integrations.rllib import AiosyncCallback, AiosyncEnvRunner
 from tests.integrations.rllib._watched import Watching, digest
-from tests.support.waiting import free_address
+from tests.support.waiting import free_address, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 UPDATES = 20
@@ -240,6 +240,34 @@ def test_a_living_runner_that_has_lost_its_link_is_no_dead_one() -> None:
             algorithm.train()
         assert list(caught.value.failed) == [0]
         assert isinstance(caught.value.failed[0], aiosync.TransportError)
+
+
+class Watched(Severed):
+    """The same, which keeps the trainer's scheme for the test."""
+
+    made: ClassVar[list[aiosync.sync.WeightSyncScheme]] = []
+
+    def make_scheme(self) -> aiosync.sync.WeightSyncScheme:
+        """Return a scheme that needs no Ray, and keep it."""
+        self.made[:] = [super().make_scheme()]
+        return self.made[0]
+
+
+def wait_for_links(count: int) -> None:
+    """Wait until the trainer of the running algorithm has this many links."""
+    [scheme] = Watched.made
+    wait_until(lambda: len(scheme.worker_versions) == count, PATIENCE)
+
+
+def test_a_send_that_fails_at_once_is_raised_by_the_same_update() -> None:
+    with running(callback=Watched, env_runners={"num_env_runners": 1}) as algorithm:
+        algorithm.train()
+        on_runners(algorithm, functools.partial(sever, port=int(SEVERED.rpartition(":")[2])))
+        # There is no worker left that the send could wait for.
+        wait_for_links(0)
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            algorithm.train()
+        assert list(caught.value.failed) == [0]
 
 
 # -- failures of IMPALA, which goes on while runners sample --------------------------------------
