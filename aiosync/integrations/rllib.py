@@ -280,7 +280,7 @@ class _Sender:
         gone = all(isinstance(each, PeerClosed | TransportBroken) for each in error.failed.values())
         if not (gone and self._tolerates):
             raise error
-        # A link may also break while its runner lives. A runner that has come back has the newest
+        # A link may also break while its runner lives. A runner with a link again has the newest
         # weights; one that does not answer has died.
         lost = self._without_link(error.failed)
         if not lost:
@@ -291,8 +291,11 @@ class _Sender:
             remote_worker_ids=lost,
             timeout_seconds=_ANSWER_SECONDS,
         )
+        # RLlib takes a runner that Ray restarted between two of its calls for the old one.
+        if restarted := [index for index, has_joined in living if not has_joined]:
+            self.admit(self._group, restarted)
         # A runner that dials again gets the weights.
-        if not self._have_links([index - 1 for index in living if index]):
+        if not self._have_links([index - 1 for index, has_joined in living if has_joined]):
             raise error
 
     def _have_links(self, indices: list[int]) -> bool:
@@ -333,9 +336,9 @@ class _Sender:
         return {**named, "number": torch.tensor(state.get(WEIGHTS_SEQ_NO, 0), device="cpu")}
 
 
-def _joined_as(runner: AiosyncEnvRunner) -> int:
-    """Return RLlib's number of the runner; 0 if it takes a dead one's place, without a link yet."""
-    return runner.worker_index if runner._scheme is not None else 0
+def _joined_as(runner: AiosyncEnvRunner) -> tuple[int, bool]:
+    """Return RLlib's number of the runner, and False if it was restarted and has not joined."""
+    return runner.worker_index, runner._scheme is not None
 
 
 def _join(runner: AiosyncEnvRunner, scheme: WeightSyncScheme) -> AiosyncError | None:

@@ -270,6 +270,30 @@ def test_a_send_that_fails_at_once_is_raised_by_the_same_update() -> None:
         assert list(caught.value.failed) == [0]
 
 
+def test_a_runner_that_ray_restarts_between_two_calls_gets_weights_again() -> None:
+    with running(fault_tolerance={"restart_failed_env_runners": True}) as algorithm:
+        algorithm.train()
+        [actor, _] = on_runners(algorithm, lambda _: ray.get_runtime_context().current_actor)
+        [killed, _] = on_runners(algorithm, lambda _: os.getpid())
+        os.kill(killed, signal.SIGKILL)
+
+        def has_restarted() -> bool:
+            # RLlib does not see these calls, and takes the runner for one that never died.
+            try:
+                return bool(ray.get(actor.apply.remote(lambda _: os.getpid())) != killed)
+            except ray.exceptions.RayError:
+                return False
+
+        wait_until(has_restarted, 2 * PATIENCE)
+        for _ in range(3):
+            algorithm.train()
+        found = on_runners(
+            algorithm,
+            lambda r: (r.sample(num_timesteps=1), digest(r.module.get_state(inference_only=True))),
+        )
+        assert [each for _, each in found] == [digest(weights_of(algorithm))] * 2
+
+
 # -- failures of IMPALA, which goes on while runners sample --------------------------------------
 
 OFTEN = {"min_time_s_per_iteration": 0.2}
