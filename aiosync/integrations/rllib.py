@@ -65,6 +65,8 @@ class AiosyncEnvRunner(SingleAgentEnvRunner):
 
     _scheme: WeightSyncScheme | None = None
     _weights: _Weights
+    # RLlib's number of the newest state that this runner was given.
+    _state_seq_no = 0
 
     def join(self, scheme: WeightSyncScheme) -> None:
         """Receive weights by this scheme from now on. Called by :class:`AiosyncCallback`.
@@ -91,12 +93,16 @@ class AiosyncEnvRunner(SingleAgentEnvRunner):
         """
         if self._scheme is None:
             return super().sample(**kwargs)
+        server = self._env_runner_state_server
+        if not isinstance(server, _StateServer | None):
+            self._env_runner_state_server = _StateServer(server, self)
         with self._scheme.reading():
             self._weights_seq_no = int(self._weights.number)
             return super().sample(**kwargs)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take a state of RLlib, without the weights if those arrive by aiosync."""
+        self._state_seq_no = state.get(WEIGHTS_SEQ_NO, self._state_seq_no)
         if self._scheme is not None:
             without = (COMPONENT_RL_MODULE, WEIGHTS_SEQ_NO)
             state = {key: value for key, value in state.items() if key not in without}
@@ -113,6 +119,26 @@ class AiosyncEnvRunner(SingleAgentEnvRunner):
         self.leave()
         stop: Callable[[], None] = super().stop
         stop()
+
+
+class _StateServer:
+    """RLlib's server of states, which a runner asks by the number of the state that it has.
+
+    RLlib asks by the number of the weights, and these arrive before the state of the same number.
+    """
+
+    def __init__(self, server: Any, runner: AiosyncEnvRunner) -> None:
+        self._server, self._runner = server, runner
+
+    @property
+    def pull_if_newer(self) -> _StateServer:
+        """The method of Ray's actor, of which RLlib calls :meth:`remote`."""
+        return self
+
+    def remote(self, weights_seq_no: int) -> Any:
+        """Ask for a newer state. After a checkpoint is restored the weights have a lower number."""
+        number = min(weights_seq_no, self._runner._state_seq_no)
+        return self._server.pull_if_newer.remote(number)
 
 
 class AiosyncCallback(RLlibCallback):

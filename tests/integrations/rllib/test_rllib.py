@@ -366,6 +366,18 @@ def test_impala_goes_on_when_a_runner_is_killed() -> None:
     assert_ended({killed, other, replacement})
 
 
+def test_impala_states_of_rllib_travel_beside_the_weights() -> None:
+    with running(IMPALAConfig, reporting=OFTEN) as algorithm:
+        train_until(algorithm, lambda: number_of(algorithm) >= 3)
+        steps = algorithm.train()["env_runners"]["num_env_steps_sampled_lifetime"]
+        after = number_of(algorithm) + 5
+        train_until(algorithm, lambda: number_of(algorithm) >= after)
+        found = on_runners(
+            algorithm, lambda r: r.sample(num_timesteps=1) and r.num_env_steps_sampled_lifetime
+        )
+        assert len(found) == 2 and min(found) >= steps > 0
+
+
 def test_impala_ends_with_a_cause_when_a_runner_is_not_replaced() -> None:
     with running(
         IMPALAConfig,
