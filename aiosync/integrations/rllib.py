@@ -288,12 +288,15 @@ class _Sender:
         """Send weights to runners by RLlib's numbers, or to all; ``waits`` until they have them."""
         meant = None if indices is None else [index - 1 for index in indices]
         weights = self._tensors_of(state)
-        try:
-            report = self._scheme.send(weights, meant)
-        except PartialSyncError as exc:
-            # An earlier update failed, and this one was not sent yet.
-            self._tolerate(exc)
-            report = self._scheme.send(weights, meant)
+        report, version = None, self._scheme.version
+        while report is None:
+            try:
+                report = self._scheme.send(weights, meant)
+            except PartialSyncError as exc:
+                self._tolerate(exc)
+                # Otherwise an earlier update failed, and this one was not sent yet.
+                if (exc.version or 0) > version:
+                    return
         # A send that has failed at once names no worker in its report: wait_async() raises it.
         if waits and not report.acked:
             try:

@@ -29,7 +29,7 @@ from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
 from aiosync.integrations.rllib import AiosyncCallback, AiosyncEnvRunner
 from tests.integrations.rllib._watched import Watching, digest
-from tests.support.waiting import free_address, wait_until
+from tests.support.waiting import free_address, stop, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 UPDATES = 20
@@ -292,6 +292,40 @@ def test_a_runner_that_ray_restarts_between_two_calls_gets_weights_again() -> No
             lambda r: (r.sample(num_timesteps=1), digest(r.module.get_state(inference_only=True))),
         )
         assert [each for _, each in found] == [digest(weights_of(algorithm))] * 2
+
+
+def test_two_failures_one_after_the_other_are_tolerated() -> None:
+    with running(
+        callback=Watched,
+        fault_tolerance={"ignore_env_runner_failures": True, "restart_failed_env_runners": False},
+    ) as algorithm:
+        algorithm.train()
+        group, state = algorithm.env_runner_group, learner_of(algorithm)
+        config = algorithm.config.copy(copy_frozen=False)
+        config.env_runners(merge_env_runner_states=False, broadcast_env_runner_states=False)
+
+        def send() -> None:
+            group.sync_env_runner_states(config=config, rl_module_state=state)
+
+        [first, second] = pids_of(algorithm)
+        stop(second)
+        # The second runner answers none of these, and a later one overtakes an earlier one.
+        send()
+        os.kill(first, signal.SIGKILL)
+        wait_for_links(1)
+        send()
+        send()
+        ask = group.foreach_env_runner
+
+        def ask_when_another_has_died(*args: Any, **kwargs: Any) -> Any:
+            group.foreach_env_runner = ask
+            os.kill(second, signal.SIGKILL)
+            wait_for_links(0)
+            return ask(*args, **kwargs)
+
+        group.foreach_env_runner = ask_when_another_has_died
+        send()
+        assert group.foreach_env_runner is ask
 
 
 # -- failures of IMPALA, which goes on while runners sample --------------------------------------
