@@ -277,7 +277,10 @@ class _Sender:
         """Send the weights of a state, then let RLlib's own method send the rest of it."""
         if rl_module_state:
             self._send(rl_module_state, env_runner_indices_to_update)
-            rl_module_state = {WEIGHTS_SEQ_NO: rl_module_state[WEIGHTS_SEQ_NO]}
+            # IMPALA samples with a local runner if there is no other: RLlib gives it the weights.
+            local = self._group.local_env_runner
+            if local is None or local.env is None:
+                rl_module_state = {WEIGHTS_SEQ_NO: rl_module_state[WEIGHTS_SEQ_NO]}
         if env_runner_indices_to_update is not None:
             kwargs["env_runner_indices_to_update"] = env_runner_indices_to_update
         return original(rl_module_state=rl_module_state, **kwargs)

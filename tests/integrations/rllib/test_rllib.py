@@ -412,6 +412,31 @@ def test_impala_states_of_rllib_travel_beside_the_weights() -> None:
         assert len(found) == 2 and min(found) >= steps > 0
 
 
+@pytest.mark.parametrize("server", [True, pytest.param(False, marks=pytest.mark.heavy)])
+def test_impala_goes_on_with_its_local_runner(server: bool) -> None:
+    with running(
+        IMPALAConfig,
+        Watching,
+        reporting=OFTEN,
+        env_runners={
+            "num_env_runners": 1,
+            "create_env_on_local_worker": True,
+            "use_env_runner_state_server": server,
+        },
+        fault_tolerance={"ignore_env_runner_failures": True, "restart_failed_env_runners": False},
+    ) as algorithm:
+        train_until(algorithm, lambda: number_of(algorithm) >= 3)
+        before = number_of(algorithm)
+        local = algorithm.env_runner_group.local_env_runner
+        initial = digest(local.module.get_state(inference_only=True))
+        [killed] = pids_of(algorithm)
+        os.kill(killed, signal.SIGKILL)
+        train_until(algorithm, lambda: len(vars(local).get("fragments", [])) >= 10)
+        train_until(algorithm, lambda: number_of(algorithm) >= before + 3)
+        numbers, found = local.fragments[-1]
+        assert min(numbers) >= before and found != initial
+
+
 def test_impala_ends_with_a_cause_when_a_runner_is_not_replaced() -> None:
     with running(
         IMPALAConfig,
