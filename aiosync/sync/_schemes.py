@@ -475,8 +475,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             return newest
         for older in failures:
             newest.add_note(f"before it failed: {type(older).__name__}: {older}")
-        failures.clear()
-        outcomes.clear()
+        del failures[:], outcomes[:]
         try:
             raise newest
         finally:
@@ -502,22 +501,23 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         See :meth:`aiosync.WeightSyncScheme.aclose`. Ends the background thread when no other
         scheme uses it. In a forked child it does nothing: the links are the parent's.
         """
-        held = self._to_be_closed()
-        if held is None:
+        if (held := self._to_be_closed()) is None:
             return
         refuse_inside_loop("shutdown", "await scheme.aclose()", may_block=self._may_block)
         self._life.guard.end_automatic()
-        # Another thread's shutdown() has to be over when this one returns.
-        with self._closing:
-            if not held.valid:
-                return
+        with self._closing:  # Another thread's shutdown() is over when this one returns.
+            with self._lock:
+                if not held.valid:  # Or another thread's last call gave it back.
+                    self._to_be_closed()
+                    return
+                self._calls += 1  # The end of another thread's call leaves the lease to this one.
             try:
                 held.call(self._scheme.aclose())
             except TransportClosed:
-                # Otherwise the portal has ended, and the scheme with it.
-                if held.valid:
+                if held.valid:  # Otherwise the portal has ended, and the scheme with it.
                     raise
             finally:
+                self._after_call(held)
                 held.release()
 
     def abort(self) -> None:

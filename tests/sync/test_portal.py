@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import gc
 import sys
 import threading
@@ -101,6 +102,46 @@ class Chosen(torch.nn.Linear):
     def register_forward_pre_hook(self, *args: Any, **options: Any) -> Any:
         self.then()
         return super().register_forward_pre_hook(*args, **options)
+
+
+@pytest.mark.asyncio
+async def test_shutdown_beside_a_call_that_ends_says_farewell() -> None:
+    """A worker computes, another thread waits for an update, and a third one closes the scheme."""
+    computing, free = threading.Event(), threading.Event()
+
+    def compute(*_: object) -> None:
+        computing.set()
+        assert free.wait(tools.PATIENCE)
+
+    def receive() -> None:
+        assert other.receive(timeout=0.3) is None
+
+    def work() -> None:
+        target = tools.filled(0.0)
+        other.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+        other.connect()
+        target.register_forward_hook(compute)
+        threads = [
+            threading.Thread(target=each) for each in (lambda: target(torch.zeros(1, 4)), receive)
+        ]
+        for thread in threads:
+            thread.start()
+        assert computing.wait(tools.PATIENCE)
+        threading.Timer(0.6, free.set).start()
+        other.shutdown()
+        for thread in threads:
+            thread.join()
+
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    async with scheme:
+        scheme.init_on_sender(model_id="policy", model=tools.filled(1.0), num_workers=1)
+        other = aiosync.sync.TCPWeightSyncScheme(scheme.address)
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        await scheme.connect()
+        await working
+        report = await scheme.send()
+        assert (report.left, report.lost) == ({0}, {})
+    assert not tools.portal_threads()
 
 
 @pytest.mark.parametrize("kind", [TimeoutError, aiosync.SyncTimeout])
