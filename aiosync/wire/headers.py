@@ -510,7 +510,6 @@ def _read_map(
         most_containers=MAX_CONTAINERS if free else 2,
     )
     for key, value in rest.items():
-        where = key[:40]
         try:
             if key in specs:
                 _check(value, specs[key], limits)
@@ -520,7 +519,8 @@ def _read_map(
             else:
                 raise InvalidData(f"unknown field of {cls.__name__}")
         except _ILLEGAL as exc:
-            raise _illegal(where, exc) from exc
+            # An unauthenticated peer may have written the key: its control characters are escaped.
+            raise _illegal(ascii(key[:40])[1:-1], exc) from exc
     if ext is None:
         return None
     try:

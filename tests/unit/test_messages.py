@@ -211,6 +211,12 @@ def test_a_missing_field_is_refused_by_its_name(kind: str, name: str) -> None:
     assert name in refused(raw_header(kind, fields))
 
 
+@pytest.mark.parametrize("kind", HEADERS)
+def test_the_text_of_an_unknown_field_is_escaped(kind: str) -> None:
+    text = refused(header(kind, **{"\x1b[2J\nforged \u202e": 1}))
+    assert "(\\x1b[2J\\nforged \\u202e): unknown field" in text
+
+
 @pytest.mark.parametrize("kind", ["update", "status", "manifest"])
 def test_who_sends_no_payloads_sends_no_weights(kind: str) -> None:
     limits = Limits(max_header_nbytes=4096, max_payload_nbytes=0)
