@@ -20,7 +20,7 @@ import msgpack
 
 from aiosync.errors import ConfigError, RemoteProtocolError
 from aiosync.types import Limits
-from aiosync.wire.values import InvalidData, refuse_ext
+from aiosync.wire.values import InvalidData, counted, refuse_ext
 
 __all__ = [
     "ALIGNMENT",
@@ -248,13 +248,13 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
         leaves.append(leaf)
         names += (leaf.name, *leaf.aliases)
         end = leaf.offset + leaf.nbytes
+        if len(leaves) > limits.max_tensors or len(names) > 2 * limits.max_tensors:
+            raise InvalidData(
+                f"{len(leaves)} tensors with {len(names)} names; at most {limits.max_tensors} "
+                "tensors and as many aliases are allowed"
+            )
         if not len(leaves) % _STEP:
             yield
-    if len(leaves) > limits.max_tensors or len(names) > 2 * limits.max_tensors:
-        raise InvalidData(
-            f"{len(leaves)} tensors with {len(names)} names; at most {limits.max_tensors} tensors "
-            "and as many aliases are allowed"
-        )
     if _round_up(end) > limits.max_payload_nbytes:
         raise InvalidData(
             f"{_round_up(end)} payload bytes; at most {limits.max_payload_nbytes} are allowed"
@@ -328,8 +328,13 @@ def _decode(data: bytes, limits: Limits) -> _Steps[Manifest]:
     """Decode a manifest, in steps; raise InvalidData unless this is its canonical encoding."""
     # The encoding is a sequence of small arrays, not one big array. The bound on the length of an
     # array can therefore be small, and nested arrays that announce a false length cost nothing.
+    # The bound on the number of arrays and maps is that of a legal encoding, which has one array in
+    # front and three for each leaf: an empty map takes sixty times its bytes on the wire.
+    hook = counted(1 + 3 * limits.max_tensors)
     unpacker = msgpack.Unpacker(
         use_list=False,
+        list_hook=hook,
+        object_hook=hook,
         ext_hook=refuse_ext,
         max_buffer_size=len(data),
         max_array_len=max(MAX_ALIASES, limits.max_ndim),
@@ -345,16 +350,16 @@ def _decode(data: bytes, limits: Limits) -> _Steps[Manifest]:
             raise InvalidData(f"version {version} is not supported, only {MANIFEST_VERSION}")
         if count > limits.max_tensors:
             raise InvalidData(f"{count} tensors; at most {limits.max_tensors} are allowed")
-        entries = []
-        for name, dtype, shape, _, _, kind, aliases in itertools.islice(unpacker, count):
-            entries.append((name, dtype, shape, kind, aliases))
-            if not len(entries) % _STEP:
-                yield
+        # Each leaf is checked before the next one is unpacked and takes memory.
+        leaves = itertools.islice(unpacker, count)
+        entries = (
+            (name, dtype, dims, kind, also) for name, dtype, dims, _, _, kind, also in leaves
+        )
+        manifest = yield from _lay_out(entries, limits)
     except InvalidData:
         raise
     except (ValueError, TypeError, OverflowError, RecursionError, StopIteration) as exc:
         raise InvalidData(f"malformed: {str(exc) or type(exc).__name__}") from exc
-    manifest = yield from _lay_out(entries, limits)
     # This one comparison checks the offsets, sizes and counts, and that each value has its
     # canonical form.
     if manifest.encode() != data:

@@ -7,8 +7,8 @@ asyncio, anyio or torch. Its rules are specified in ``docs/topics/wire-format.md
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import msgpack
 
@@ -19,6 +19,7 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_ITEMS",
     "InvalidData",
+    "counted",
     "encode_values",
     "pack",
     "refuse_ext",
@@ -42,6 +43,7 @@ An empty map takes one byte on the wire and more than sixty in memory, so the li
 header does not bound the memory enough.
 """
 
+_T = TypeVar("_T")
 _MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
 
 
@@ -74,6 +76,18 @@ def _other_type(value: object) -> list[Any]:
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " "))
 
 
+def counted(most: int) -> Callable[[_T], _T]:
+    """Return a hook for an unpacker that refuses any list or map after the first ``most``."""
+    count = itertools.count(1).__next__
+
+    def hook(items: _T) -> _T:
+        if count() > most:
+            raise InvalidData(f"more than {most} lists and maps")
+        return items
+
+    return hook
+
+
 def unpack(
     data: bytes | bytearray | memoryview,
     *,
@@ -93,12 +107,7 @@ def unpack(
     """
     # Each entry has at least one byte, so that a false length allocates no more than the data.
     most = min(len(data), most)
-    count = itertools.count(1).__next__
-
-    def list_of(items: list[Any]) -> list[Any]:
-        if count() > most_containers:
-            raise InvalidData(f"more than {most_containers} lists and maps")
-        return items
+    list_of = counted(most_containers)
 
     def map_of(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         result = dict(list_of(pairs))

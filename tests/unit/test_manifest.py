@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,6 +216,30 @@ def test_a_hostile_leaf_is_refused(changes: dict[str, Any], text: str) -> None:
 )
 def test_a_hostile_encoding_is_refused(data: bytes, text: str) -> None:
     assert text in refused(data)
+
+
+@pytest.mark.parametrize("inner", [b"\x80" * 512, b"\x91\xc0" * 512], ids=["maps", "arrays"])
+def test_nested_arrays_cost_little_more_than_a_legal_manifest(inner: bytes) -> None:
+    """Each empty map, or array of one entry, takes a hundred times the limit for all of them."""
+    name = b"\xdc\x02\x00" + (b"\xdc\x02\x00" + inner) * 512
+    data = msgpack.packb([1, 64, 1]) + msgpack.packb(record(name=None)).replace(b"\xc0", name)
+    tracemalloc.start()
+    try:
+        assert "more than 301 lists and maps" in refused(data, Limits(max_tensors=100))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(data) + 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_names_are_counted_before_all_of_them_are_unpacked() -> None:
+    leaf = msgpack.packb(record(aliases=["ab"] * MAX_ALIASES))
+    data = msgpack.packb([1, 64, 500]) + leaf * 500
+    tracemalloc.start()
+    try:
+        assert "aliases" in refused(data, Limits(max_tensors=1000))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(data) + 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_limits_bound_what_is_decoded() -> None:
