@@ -286,6 +286,9 @@ class WeightReceiver:
         else:
             self._log("restarted", "another trainer answers, or the same one has begun anew")
         nothing_newer = not welcome.version or (same and welcome.version <= inbox.newest)
+        # A weight server without any version, which alone sends a note, does not know what is new.
+        if welcome.note and inbox.newest:
+            nothing_newer = False
         if nothing_newer or not self.outage.subscribes:
             self.outage.cut_off = None
 
@@ -340,8 +343,9 @@ class WeightReceiver:
         if self.guard.words is not None:
             self.applier.apply_soon()
         if not self.ledger.announce(message.epoch, message.version):
-            # The newest version is here, so that the link is of use.
-            self.outage.cut_off = None
+            if message.version:
+                # The newest version is here, so that the link is of use.
+                self.outage.cut_off = None
             self._has_come(message.epoch, message.version)
 
     def _on_take(self, message: Take) -> None:

@@ -291,6 +291,28 @@ async def test_a_worker_that_only_pulls_reads_on_once_a_trainer_is_back() -> Non
     await trainer.aclose()
 
 
+@pytest.mark.asyncio
+async def test_a_weight_server_that_lost_its_weights_ends_no_staleness() -> None:
+    """It has nothing that is newer, nor does it know of anything, and a pull does not change it."""
+    url, token = free_address(), "a" * 32
+    trainer = aiosync.TCPWeightSyncScheme(url, token=token, dial="both")
+    trainer.init_on_sender(model=nn.Linear(4, 2))
+    worker = aiosync.TCPWeightSyncScheme(url, token=token, reconnect=None)
+    model = nn.Linear(4, 2)
+    worker.init_on_receiver(model=model, max_staleness=1.0)
+    async with worker:
+        async with WeightServer(url, token=token), trainer:
+            await trainer.connect(timeout=PATIENCE)
+            await worker.connect(timeout=PATIENCE)
+        await until(lambda: worker.link_lost is not None)
+        async with WeightServer(url, token=token):
+            await until(lambda: worker.link_lost is None)
+            with pytest.raises(aiosync.PeerClosed, match="max_staleness=1 s"):
+                async with asyncio.timeout(PATIENCE):
+                    while await worker.pull(timeout=PATIENCE) == 1:
+                        _read(worker, model)
+
+
 @pytest.mark.parametrize(
     ("again", "reason"),
     [

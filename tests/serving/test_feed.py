@@ -20,6 +20,7 @@ from aiosync.serving import AdmissionGate, WeightFeed
 from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes.test_loading import Engine
+from tests.support.waiting import free_address
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -353,6 +354,25 @@ async def test_behind_a_weight_server_a_trainer_that_begins_anew_is_not_waited_f
             engine.error = None
             async with trainer(source, server.url, **options) as successor:
                 assert (await admitted(feed, timeout=PATIENCE), feed.epoch) == (1, successor.epoch)
+
+
+@pytest.mark.slow
+async def test_a_weight_server_that_lost_its_weights_leaves_the_feed_stale() -> None:
+    source, url = models.linear(), free_address()
+    options = {"token": "secret of 16 bytes"}
+    link = aiosync.TCPWeightSyncScheme(url, reconnect=None, **options)
+    async with WeightFeed(link, model=models.linear()) as feed:
+        async with WeightServer(url, **options), trainer(source, url, dial="both", **options):
+            await feed.ready.wait(timeout=PATIENCE)
+            first = feed.epoch
+        await until(lambda: not feed.status.connected)
+        async with WeightServer(url, **options):
+            await until(lambda: feed.status.connected)
+            assert feed.status.state == "stale"
+            async with trainer(source, url, dial="both", **options) as scheme:
+                await scheme.send()
+                await until(lambda: feed.status.state == "live")
+                assert feed.epoch == scheme.epoch != first
 
 
 async def test_the_least_version_that_the_user_gives(address: str) -> None:
