@@ -215,6 +215,19 @@ def sync() -> None:
     collector.shutdown(timeout=5)
 
 
+def moved() -> None:
+    # TorchRL copies the policy for its workers, because ``cpu`` is not ``cpu:0`` to it.
+    policy = policy_of(1.0)
+    updater = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
+    collector = multi("MultiSyncCollector", policy, updater, policy_device="cpu:0")
+    batches = iter(collector)
+    assert by_worker(next(batches)) == [{1.0}, {1.0}]
+    fill(policy, 2.0)
+    collector.update_policy_weights_()
+    assert by_worker(next(batches)) == [{2.0}, {2.0}]
+    collector.shutdown(timeout=5)
+
+
 def remote(kind: str, policy: Any, updater: Any, **options: Any) -> Any:
     from torchrl.collectors import distributed as collectors
 

@@ -81,6 +81,7 @@ slow, heavy = pytest.mark.slow, pytest.mark.heavy
         pytest.param("vanilla", "fork", marks=slow),
         pytest.param("sync", "fork", marks=slow),
         pytest.param("sync", "spawn", marks=heavy),
+        pytest.param("moved", "fork", marks=slow),
         pytest.param("distributed", "fork", marks=heavy),
         pytest.param("rpc", "fork", marks=heavy),
     ],

@@ -149,16 +149,12 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             self._installed |= connecting.acked
         return scheme, connecting.failed
 
-    def _given_or_known(self, weights: Any) -> Any:
-        """Return the weights of an update, or else those of the collector's policy."""
-        if weights is not None:
-            return weights
-        return self._known("policy", getattr(self.collector, "_fallback_policy", None))
-
     def _send_at_once(self, weights: Any, worker_ids: list[Any]) -> None:
         """Connect these workers if need be, and send them the weights, or else the policy's."""
         self._check_open()
-        weights = self._given_or_known(weights)
+        # The policy is the trainer's own. `_fallback_policy` may be a copy on another device, which
+        # no optimizer changes.
+        weights = self._known("policy", weights)
         indices = self._indices(worker_ids)
         scheme, unreached = self._connect(indices)
         reached = [idx for idx in indices if idx not in unreached]
