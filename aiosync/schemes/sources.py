@@ -379,6 +379,9 @@ class Given:
         context = self.context
         if context is None or self.model_id is None:
             return None
+        if self.sources.weights is not None or self.sources.per_worker:
+            # These are sent in the place of a model, which the context need not have.
+            return model_or_fallback(context, self.model_id)
         return resolve_model(context, self.model_id)
 
     def target(self) -> Any:

@@ -148,12 +148,20 @@ def main(kind: str, name: str, *given: str) -> dict[str, Any]:
         # Without an update nothing that the trainer does reaches a worker.
         set_value(policy, 99.0)
         seen["aliased"] = values_of(next(batches))
+    else:
+        # Workers get what the factory made once more.
+        collector.update_policy_weights_()
+        seen["made"] = values_of(next(batches))
     for version in range(1, UPDATES + 1):
         set_value(policy, float(version))
         collector.update_policy_weights_(policy if "factory" in modes else None)
         data = next(batches)
         seen["batches"].append(values_of(data))
         seen["stamps"] = stamps_of(data, scheme.version)
+    if "factory" in modes:
+        set_value(policy, 5.0)
+        collector.update_policy_weights_()
+        seen["again"] = values_of(next(batches))
     if "one" in modes:
         set_value(policy, 50.0)
         collector.update_policy_weights_(worker_ids=[1])

@@ -145,3 +145,6 @@ def test_policy_factories(args: tuple[str, ...], nested: bool) -> None:
     assert values == [[1.0], [2.0], [3.0], [4.0]]
     labels = [label for batch in seen["batches"] for _, label in batch]
     assert labels == list(range(labels[0], labels[0] + 4)), "one more with each update"
+    # Without weights an update sends those of the factory, or those that were sent last.
+    assert [value for value, _ in seen["made"]] == [0.0]
+    assert [value for value, _ in seen["again"]] == [5.0]
