@@ -8,7 +8,6 @@ which makes links of the newer generation. Must not import torch.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import os
 import threading
@@ -31,6 +30,7 @@ from aiosync.legacy.transports import (
 from aiosync.schemes.internal import life_of
 from aiosync.schemes.lifecycle import check_connect_call
 from aiosync.schemes.options import SchemeOptions
+from aiosync.schemes.results import weights_to_apply
 from aiosync.spans import LastRead
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.sync._schemes import Ready, core_of, twin_of
@@ -602,18 +602,22 @@ class WeightSyncScheme(SchemeOptions):
             return self._scheme.receive(timeout)
         if not role.receive(timeout):
             return None
-        read = functools.partial(get_strategy(self.strategy).extract_weights, role.model)
-        return aio.AppliedUpdate(0, role.version, self.model_id or "policy", read)
+        return aio.AppliedUpdate(0, role.version, self.model_id or "policy", self._read_weights)
+
+    def _read_weights(self) -> Any:
+        """Return the weights of a receiver with a transport, for an update that it received."""
+        return get_strategy(self.strategy).extract_weights(self.get_receiver().model)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights like :meth:`aiosync.sync.WeightSyncScheme.apply_weights`.
 
-        Over a transport the call also answers the trainer.
+        Over a transport the call also answers the trainer, if there is something to apply.
         """
         role = None if self._scheme.initialized_on_receiver else self._receiver
+        weights = weights_to_apply(weights, self._read_weights)
         if role is None:
             self._scheme.apply_weights(weights, inplace)
-        else:
+        elif weights is not None:
             role.apply_weights(weights, inplace)
 
     def _start_background_receiver(self) -> None:

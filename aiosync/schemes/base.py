@@ -542,7 +542,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         found = await receiver.waits.receive(timeout)
         if found is None:
             return None
-        return AppliedUpdate(*found, self.model_id or "policy", lambda: self.weights)
+        return AppliedUpdate(*found, self.model_id or "policy", self._read_weights)
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).

@@ -17,6 +17,7 @@ from aiosync.protocol import as_index, validate_timeout
 from aiosync.receiver.reads import Guarded, Reading
 from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.options import SchemeOptions
+from aiosync.schemes.results import weights_to_apply
 from aiosync.schemes.sources import Sources, as_model_id, is_per_worker
 from aiosync.spans import LastRead, VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
@@ -134,6 +135,10 @@ class SchemeState(SchemeOptions):
     @weights.setter
     def weights(self, value: Any) -> None:
         self._assign("weights", value)
+
+    def _read_weights(self) -> Any:
+        """Return the weights of the model, for an update that receive() returned."""
+        return self.weights
 
     def _assign(self, name: str, value: Any) -> None:
         """Set the model, the weights or the context, by the rules of the role if there is one."""
@@ -394,7 +399,8 @@ class SchemeState(SchemeOptions):
         Reads have version 0 from then on, until the next update. :attr:`version` stays.
 
         Args:
-            weights: TensorDict or state dict; copied, never aliased.
+            weights: TensorDict or state dict; copied, never aliased. ``None``, or a result of this
+                receiver's :meth:`receive`, which the model has already, does nothing.
             inplace: Keep the parameter objects; otherwise replace them.
 
         Raises:
@@ -417,6 +423,9 @@ class SchemeState(SchemeOptions):
             raise ConfigError("No model registered")
         guard = self._life.guard
         guard.refuse_inside_read("apply_weights")
+        weights = weights_to_apply(weights, self._read_weights)
+        if weights is None:
+            return
         # A version that was sent before this call must not overwrite the weights later.
         guard.take()
 

@@ -10,7 +10,15 @@ from typing import Any
 from aiosync._repr import in_every_state
 from aiosync.types import SendReport
 
-__all__ = ["AppliedUpdate", "Ready", "SendHandle", "has_failed", "make_handle", "still_waiting"]
+__all__ = [
+    "AppliedUpdate",
+    "Ready",
+    "SendHandle",
+    "has_failed",
+    "make_handle",
+    "still_waiting",
+    "weights_to_apply",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,14 @@ class AppliedUpdate:
     def weights(self) -> Any:
         """The weights as the scheme's strategy extracts them from the module, read now."""
         return self._read()
+
+
+def weights_to_apply(weights: Any, read: Callable[[], Any]) -> Any:
+    """Return weights, or those of an update; ``None`` if it is of the model that ``read`` reads."""
+    if not isinstance(weights, AppliedUpdate):
+        return weights
+    # That model has the update already, or a newer one.
+    return None if weights._read == read else weights.weights
 
 
 class SendHandle:

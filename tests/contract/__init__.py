@@ -11,9 +11,9 @@ refused_first_weights, other_model, index_taken, require, nobody_comes, dead_wor
 dead_before_connect, killed_worker, stopped_worker, slow_worker, send_timeout, handles.
 
 reading: receive, wait_for_version, manual_apply, refused_by_manual_apply, apply_weights,
-calls_that_give_up, wait_staged, wait_staged_names_the_dead, calls_in_a_loop,
-update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
-torn_reads, pull, pull_of_a_subscriber.
+apply_weights_of_another_worker, calls_that_give_up, wait_staged, wait_staged_names_the_dead,
+calls_in_a_loop, update_waits_for_reader, update_waits_for_forward, read_waits_for_update,
+waiting_inside_a_read, torn_reads, pull, pull_of_a_subscriber.
 
 spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version, last_read,
 weights_by_hand, last_read_of_tasks_and_threads.

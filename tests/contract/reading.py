@@ -119,6 +119,25 @@ async def check_apply_weights(bench: Bench) -> None:
         refuses(aiosync.LocalProtocolError, lambda: crew.sender.apply_weights(given))
         await crew.send(3.0)
         assert await worker.value() == 3.0
+        # The model has what receive() returns, or what a wait of receive() did not bring.
+        while (update := await worker.scheme.receive(timeout=0.0)) is not None:
+            worker.scheme.apply_weights(update)
+            worker.scheme.apply_weights(update, inplace=False)
+        worker.scheme.apply_weights(None)
+        with worker.scheme.reading() as read:
+            assert read.version == await worker.version() == 2
+        assert await worker.value() == 3.0
+
+
+async def check_apply_weights_of_another_worker(bench: Bench) -> None:
+    """apply_weights() copies the weights of an update that another worker's model has."""
+    async with bench.crew(small(1.0), [small(), small()]) as crew:
+        one, other = crew.workers
+        await crew.send(2.0)
+        update = await one.scheme.receive(timeout=PATIENCE)
+        other.scheme.apply_weights(small(9.0).state_dict())
+        other.scheme.apply_weights(update)
+        assert await other.value() == 2.0
 
 
 async def check_calls_that_give_up(bench: Bench) -> None:
@@ -401,6 +420,7 @@ CHECKS = (
     check_manual_apply,
     check_refused_by_manual_apply,
     check_apply_weights,
+    check_apply_weights_of_another_worker,
     check_calls_that_give_up,
     check_wait_staged,
     check_wait_staged_names_the_dead,

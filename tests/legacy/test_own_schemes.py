@@ -127,6 +127,12 @@ def test_a_scheme_with_the_hooks_of_torchrl() -> None:
             assert [*map(tools.value_of, models)] == [value] * 2
         assert applied[0] is not None
         assert applied[0].weights["weight"].unique().tolist() == [3.0]
+        # The model has these weights, and the trainer has its answer.
+        for each in (applied[0], None):
+            one.apply_weights(each)
+        assert ends[0][1].empty()
+        two.apply_weights(applied[0], inplace=False)
+        assert (tools.value_of(models[1]), ends[1][1].get(timeout=0)) == (3.0, "updated")
         # The scheme also passed the updates to the context, for the collectors below it.
         [(model_id, _), _] = owner.passed_on
         assert model_id == "policy"
