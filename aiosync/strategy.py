@@ -140,15 +140,31 @@ def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
     """Return the strategy of a name; a strategy is returned as it is.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: The name is unknown; or the strategy's class overrides a method.
     """
+    _refuse_own_ways(strategy)
     if isinstance(strategy, WeightStrategy):
         return strategy
-    if strategy == "tensordict":
+    # TorchRL's strategies have the attribute, too.
+    name = getattr(strategy, "extract_as", strategy)
+    if name == "tensordict":
         return WeightStrategy("tensordict")
-    if strategy == "state_dict":
+    if name == "state_dict":
         return WeightStrategy("state_dict")
     raise ConfigError(f"Unknown strategy: {strategy}. Must be 'tensordict' or 'state_dict'.")
+
+
+def _refuse_own_ways(strategy: object) -> None:
+    """Raise if a strategy's class overrides the methods, as schemes do not call them for a send."""
+    for name in ("extract_weights", "apply_weights"):
+        owner = next((each for each in type(strategy).__mro__ if name in vars(each)), None)
+        # TorchRL's class has the same name, and the same ways.
+        if owner is not None and owner.__name__ != "WeightStrategy":
+            raise ConfigError(
+                f"{owner.__name__} overrides {name}(), and a scheme takes only extract_as from its "
+                "strategy: send(weights) with what you extract, and apply by "
+                "init_on_receiver(load=...)"
+            )
 
 
 def _from_module(module: nn.Module) -> TensorDictBase:

@@ -197,7 +197,7 @@ class WeightSyncScheme(SchemeOptions):
 
     @strategy.setter
     def strategy(self, value: Any) -> None:
-        self._strategy = get_strategy(getattr(value, "extract_as", value))
+        self._strategy = get_strategy(value)
 
     strategy_str = strategy
 

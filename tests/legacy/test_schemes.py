@@ -35,8 +35,15 @@ def test_names_and_options_of_that_generation() -> None:
     assert isinstance(scheme, sync.SharedMemWeightSyncScheme)
     scheme.strategy = "tensordict"
     assert scheme.strategy_str == "tensordict"
+
+    class Own(legacy.WeightStrategy):
+        def extract_weights(self, source: Any) -> Any:
+            return source.state_dict()
+
     workers.refuses(
         (ValueError, "strategy", lambda: MP(strategy="pickle")),  # type: ignore[arg-type]
+        (ValueError, "Own overrides extract_weights", lambda: setattr(scheme, "strategy", Own())),
+        (ValueError, "Own overrides extract_weights", lambda: setattr(scheme, "_strategy", Own())),
         (TypeError, "nonsense", lambda: MP(nonsense=1)),
     )
 

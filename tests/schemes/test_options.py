@@ -26,8 +26,24 @@ from tests.support.waiting import free_address
 
 NO_SECONDS = [-1.0, math.nan, "5", True]
 NO_DEADLINE = [*NO_SECONDS, 0, math.inf, None]
+
+
+class Halving(aiosync.WeightStrategy):
+    """Strategy with a way of its own to extract weights."""
+
+    def extract_weights(self, source: Any) -> Any:
+        return {name: tensor / 2 for name, tensor in source.state_dict().items()}
+
+
+class Dropping(aiosync.WeightStrategy):
+    """Strategy with a way of its own to apply weights."""
+
+    def apply_weights(self, *given: Any, **options: Any) -> None:
+        pass
+
+
 ILLEGAL: dict[str, list[Any]] = {
-    "strategy": ["best"],
+    "strategy": ["best", Halving(), Dropping()],
     "per_worker_weights": ["yes"],
     "apply": ["Manual"],
     "apply_copy": [None],
