@@ -410,7 +410,7 @@ class WeightSyncScheme(SchemeOptions):
         """Return the receiver; if there is none, make it for the assigned model and context."""
         if self._receiver is None:
             given, receiver = self._given, self.create_receiver()
-            receiver.register_model(given.model if given.weights is None else given.weights)
+            receiver.register_model(self._assigned_target())
             receiver.context, self._receiver = given.context, receiver
         return self._receiver
 
@@ -637,7 +637,12 @@ class WeightSyncScheme(SchemeOptions):
     def _assign_to_receiver(self, name: str, value: Any) -> None:
         """Pass an assigned value on to the receiver, unless this object is a sender, too."""
         if self._receiver is not None and self._sender is None:
-            self._receiver.assign(name, value)
+            self._receiver.assign(name, value if name == "context" else self._assigned_target())
+
+    def _assigned_target(self) -> Any:
+        """Return the assigned model, or else the weights: beside a model they are a buffer."""
+        given = self._given
+        return given.weights if given.model is None else given.model
 
     @property
     def initialized_on_sender(self) -> bool:

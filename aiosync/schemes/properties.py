@@ -299,7 +299,8 @@ class SchemeState(SchemeOptions):
         own = own and model_id in (None, self.model_id)
         sources = given.sources if own else Sources()
         if weights is None and own:
-            weights = given.model if given.weights is None else given.weights
+            # Beside a model, weights are a buffer of a user's scheme, which may be older.
+            weights = given.weights if given.model is None else given.model
         context = given.context if context is None else context
         return sources.resolve(weights, context, model_id or self.model_id or "policy")
 

@@ -558,6 +558,36 @@ def test_the_setters_that_torchrl_has() -> None:
         assert (scheme.strategy_str, other.worker_idx) == ("state_dict", 3)
 
 
+class Buffered(QueueScheme):
+    """Scheme whose hooks assign a model and a buffer, after or before the receiver is made."""
+
+    def _init_on_sender_impl(self, **kwargs: Any) -> None:
+        super()._init_on_sender_impl(**kwargs)
+        self.weights = TensorDict.from_module(self.model).detach().clone()
+
+    def _init_on_receiver_impl(self, *, worker_idx: int, model: Any, **kwargs: Any) -> None:
+        updates, answers = self.ends[worker_idx]
+        if worker_idx == 0:
+            self._register_transport_receiver(updates=updates, answers=answers)
+        self.model, self.weights = model, TensorDict.from_module(model).detach().clone()
+        if worker_idx == 1:
+            self._register_transport_receiver(updates=updates, answers=answers)
+
+
+@pytest.mark.parametrize("idx", [0, 1])
+def test_a_model_counts_more_than_a_buffer_for_its_weights(idx: int) -> None:
+    ends = queues(2)
+    trained, model = tools.filled(1.0), tools.filled(0.0)
+    with Buffered(ends) as scheme, Buffered(ends) as other:
+        scheme.init_on_sender(model_id="policy", model=trained, num_workers=2)
+        other.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+        tools.fill(trained, 2.0)
+        with tools.threads(lambda: scheme.send(worker_ids=idx)):
+            assert other.receive(tools.PATIENCE)
+        assert tools.value_of(model) == 2.0
+        assert other.weights["weight"].unique().tolist() == [0.0]
+
+
 class Introduced(QueueTransport):
     """Transport with a handshake that keeps the index that it is given."""
 
