@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
@@ -448,9 +449,13 @@ class PeftAdapterReceiver:
         for old in self._versions.old():
             self._delete(old.name)
             self._versions.remove(old)
+        # Otherwise "pissa" and others compute an SVD of each layer, and change its own weights. It
+        # is a copy, because dataclasses.replace() would check the fields again, with warnings.
+        config = copy.copy(model.peft_config[self._adapter])
+        config.init_lora_weights = False
         try:
             # Without memory at first: PEFT would draw random numbers to fill it.
-            model.add_adapter(new.name, model.peft_config[self._adapter], low_cpu_mem_usage=True)
+            model.add_adapter(new.name, config, low_cpu_mem_usage=True)
             set_peft_model_state_dict(model, own, adapter_name=new.name, low_cpu_mem_usage=True)
             model.set_adapter(new.name)
         except BaseException:  # raised again

@@ -41,9 +41,9 @@ class Base(nn.Module):
         return torch.stack([layer(x) for layer in self.layers])
 
 
-def adapted() -> Any:
+def adapted(**options: Any) -> Any:
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=r"layers\.\d+")
+    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=r"layers\.\d+", **options)
     return peft.get_peft_model(Base(), config).eval()
 
 
@@ -225,24 +225,47 @@ class Embedded(Base):
         return None
 
 
+@contextlib.contextmanager
+def receiving(model: Any) -> Iterator[tuple[Any, PeftAdapterReceiver]]:
+    """Yield a trainer's scheme, and the receiver of adapters of a model."""
+    sender = tcp(timeout=tools.PATIENCE, guard="reading")
+    sender.init_on_sender(num_workers=1)
+    worker = copy.copy(sender)
+    adapters = PeftAdapterReceiver(worker, model, worker_idx=0)
+    with sender, worker:
+        tools.join(sender, worker)
+        yield sender, adapters
+
+
 @pytest.mark.parametrize("are_sent", [False, True])
 @pytest.mark.parametrize("target", ["embed_tokens", r"layers\.\d+"])
 def test_embedding_layers_are_taken_if_they_are_sent(target: str, are_sent: bool) -> None:
     config = peft.LoraConfig(r=2, target_modules=target)
     trained, acting = (peft.get_peft_model(Embedded(), config) for _ in range(2))
-    sender = tcp(timeout=tools.PATIENCE, guard="reading")
-    sender.init_on_sender(num_workers=1)
-    worker = copy.copy(sender)
-    adapters = PeftAdapterReceiver(worker, acting, worker_idx=0)
     saved = functools.partial(peft.get_peft_model_state_dict, save_embedding_layers=are_sent)
-    with sender, worker:
-        tools.join(sender, worker)
+    with receiving(acting) as (sender, adapters):
         assert sender.send(saved(trained)).acked == {0}
         assert adapters.newest is not None
         taken = saved(acting, adapter_name=adapters.newest.name)
         assert all(torch.equal(each, taken[name]) for name, each in saved(trained).items())
         with pytest.raises(aiosync.PartialSyncError, match="more.lora_A"):
             sender.send({**saved(trained), "more.lora_A.weight": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("how", ["pissa", "pissa_niter_2", "olora", "orthogonal", "gaussian"])
+def test_a_version_is_not_initialized_before_it_is_loaded(how: str) -> None:
+    """PEFT would fail, or change the base weights, or draw random numbers."""
+    trained, acting = adapted(init_lora_weights=how), adapted(init_lora_weights=how)
+    before = {name: each.clone() for name, each in acting.state_dict().items()}
+    state = torch.random.get_rng_state()
+    with receiving(acting) as (sender, _):
+        for version in range(1, 6):
+            assert sender.send(fill(trained, float(version))).acked == {0}
+            assert torch.equal(outputs(acting), outputs(trained))
+    after = acting.state_dict()
+    assert all(torch.equal(each, after[name]) for name, each in before.items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert acting.peft_config["default"].init_lora_weights == how
 
 
 def test_what_cannot_be_used_is_refused() -> None:
