@@ -454,8 +454,10 @@ class PeftAdapterReceiver:
         config = copy.copy(model.peft_config[self._adapter])
         config.init_lora_weights = False
         try:
-            # Without memory at first: PEFT would draw random numbers to fill it.
-            model.add_adapter(new.name, config, low_cpu_mem_usage=True)
+            # Without memory at first: PEFT would draw random numbers to fill it. For an embedding
+            # layer it draws them before it makes a parameter of them.
+            with torch.device("meta"):
+                model.add_adapter(new.name, config, low_cpu_mem_usage=True)
             set_peft_model_state_dict(model, own, adapter_name=new.name, low_cpu_mem_usage=True)
             model.set_adapter(new.name)
         except BaseException:  # raised again

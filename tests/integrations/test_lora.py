@@ -268,6 +268,17 @@ def test_a_version_is_not_initialized_before_it_is_loaded(how: str) -> None:
     assert acting.peft_config["default"].init_lora_weights == how
 
 
+def test_an_embedding_adapter_draws_no_random_numbers() -> None:
+    """The worker's random numbers are its own."""
+    config = peft.LoraConfig(r=2, target_modules="embed_tokens")
+    trained, acting = (peft.get_peft_model(Embedded(), config) for _ in range(2))
+    with receiving(acting) as (sender, _):
+        state = torch.random.get_rng_state()
+        weights = peft.get_peft_model_state_dict(trained, save_embedding_layers=False)
+        assert sender.send(weights).acked == {0}
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
 def test_what_cannot_be_used_is_refused() -> None:
     scheme = aiosync.sync.TCPWeightSyncScheme("tcp://127.0.0.1:1", token="t" * 32, guard="reading")
     with pytest.raises(aiosync.ConfigError, match="no LoRA adapter 'default'"):
