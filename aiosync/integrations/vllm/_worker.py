@@ -116,7 +116,9 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             scheme.shutdown()
             raise
         self._scheme = scheme
-        self._undo = Undo(self.model, with_values=info.rollback)
+        # The engine may sleep between two updates, and its weights have no memory then.
+        sleeps = getattr(self.model_config, "enable_sleep_mode", False)
+        self._undo = Undo(self.model, with_values=info.rollback, in_background=not sleeps)
         if info.check != self._check:  # otherwise the reference of the previous trainer stays
             self._check, self._reference = info.check, None
             if info.check == "checkpoint":
@@ -510,7 +512,8 @@ class Ranks:
 #
 # vLLM's layerwise reload replaces parameters as it proceeds, and a reload that fails leaves a model
 # that cannot be used. So the values are copied to host memory beforehand, in the background while
-# the engine generates, and the contents of the modules are recorded when an update begins.
+# the engine generates, and the contents of the modules are recorded when an update begins. In an
+# engine that may sleep the values are copied then, too.
 
 
 class Undo:
@@ -520,20 +523,22 @@ class Undo:
         model: The model, in the format of the kernels.
         with_values: Keep a copy of its tensors' values. Without it only the modules, parameters and
             buffers can be restored, and not their values.
+        in_background: Copy the values in a thread before an update, and not when it begins.
     """
 
-    def __init__(self, model: nn.Module, *, with_values: bool) -> None:
-        self._model = model
-        self._pool = ThreadPoolExecutor(1, "aiosync-backup") if with_values else None
+    def __init__(self, model: nn.Module, *, with_values: bool, in_background: bool) -> None:
+        self._model, self._with_values = model, with_values
+        threaded = with_values and in_background
+        self._pool = ThreadPoolExecutor(1, "aiosync-backup") if threaded else None
         self._copied: Future[None] | None = None  # is done once the values are copied
         # Each tensor with the copy of its values, by the tensor's id.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Drop the record, and copy the values in a thread for the next update.
+        """Drop the record, and copy the values for the next update if a thread does that.
 
-        The model must not change until :meth:`record` has returned.
+        Then the model must not change until :meth:`record` has returned.
         """
         self._record: tuple[list[Any], list[Any]] | None = None
         if self._pool is not None:
@@ -547,7 +552,7 @@ class Undo:
     @property
     def has_values(self) -> bool:
         """True if a record has the values of the tensors, too."""
-        return self._pool is not None
+        return self._with_values
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -570,6 +575,8 @@ class Undo:
         try:
             if self._copied is not None:
                 self._copied.result(timeout)
+            elif self._with_values:
+                self._copy()
         except TimeoutError as exc:
             late = f"the weights could not be copied within {timeout:g} s"
             raise SyncTimeout(late) from exc

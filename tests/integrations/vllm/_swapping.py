@@ -46,7 +46,7 @@ class Client:
         self._engine.finish_weight_update()
 
 
-def make_engine(folder: Path, model: torch.nn.Module) -> Any:
+def make_engine(folder: Path, model: torch.nn.Module, **model_config: Any) -> Any:
     """Return the transfer engine of the only worker of an engine."""
     from vllm.distributed import init_distributed_environment
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -59,7 +59,7 @@ def make_engine(folder: Path, model: torch.nn.Module) -> Any:
             parallel_config=SimpleNamespace(
                 rank=0, world_size=1, data_parallel_index=0, data_parallel_size=1
             ),
-            model_config=SimpleNamespace(dtype=torch.float32, quantization=None),
+            model_config=SimpleNamespace(dtype=torch.float32, quantization=None, **model_config),
         ),
         torch.device("cpu"),
         model,

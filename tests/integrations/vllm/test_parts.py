@@ -90,7 +90,7 @@ async def _refit(
     return dict(taken)
 
 
-def _run_program(name: str, *arguments: str) -> dict[str, Any]:
+def _run_program(name: str, *arguments: str) -> Any:
     """Run a program of this folder, and return what it printed."""
     run = subprocess.run(
         [sys.executable, "-m", f"tests.integrations.vllm.{name}", *arguments],
@@ -100,8 +100,7 @@ def _run_program(name: str, *arguments: str) -> dict[str, Any]:
         timeout=120.0,
         check=True,
     )
-    seen: dict[str, Any] = json.loads(run.stdout.partition("SEEN ")[2])
-    return seen
+    return json.loads(run.stdout.partition("SEEN ")[2])
 
 
 def test_a_parameter_that_a_loader_has_swapped_is_as_it_was(plugin: None) -> None:
@@ -140,6 +139,13 @@ def test_an_engine_without_a_copy_has_to_be_restarted(plugin: None) -> None:
     assert "half way" in seen["broken"]
     assert seen["broken"].endswith("no copy to roll back to: restart it")
     assert seen["bias"] == [3.0] * 4
+
+
+def test_an_engine_with_sleep_mode_is_copied_only_within_an_update(plugin: None) -> None:
+    """Between updates it may sleep, and then its weights have no memory that could be read."""
+    seen = _run_program("_sleeping")
+    assert [bias for _, bias in seen] == [[1.0] * 4, [2.0] * 4, [3.0] * 4, [4.0] * 4]
+    assert ["half way" in refused for refused, _ in seen] == [True, False, True, True]
 
 
 def test_infos_hold_no_secret() -> None:
