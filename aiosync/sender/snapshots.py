@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import time
@@ -87,7 +88,7 @@ class Snapshot:
         layout: Place of each tensor in the payload.
         memory: Memory for the payload; a slot is in use from now on.
         free: Called once, when the memory is not needed any more.
-        values: Values of the update that are not tensors; nothing else may change them.
+        values: Values of the update that are not tensors.
         version: Version of the update.
 
     Attributes:
@@ -115,7 +116,7 @@ class Snapshot:
         layout: Layout,
         memory: FlatBuffer | Slot,
         free: Callable[[], None],
-        values: dict[str, Any] | None = None,
+        values: Mapping[str, Any] | None = None,
         version: int = 0,
     ) -> None:
         self._free = free
@@ -124,7 +125,7 @@ class Snapshot:
         self.nbytes: int = layout.nbytes
         self.version: int = version
         self.checksums: list[bytes] = []
-        self.values: dict[str, Any] = values or {}
+        self.values: dict[str, Any] = copy.deepcopy(dict(values)) if values else {}
         if isinstance(memory, FlatBuffer):
             self.buffer: FlatBuffer = memory
             return

@@ -18,7 +18,7 @@ from aiosync.sender.deltas import Delta, Deltas, Pace
 from aiosync.sender.incoming import Abandoned, Incoming
 from aiosync.sender.snapshots import Snapshot
 from aiosync.tensors.delta import check_delta
-from aiosync.wire import Hello, Message, Update, checksum, encode_values, state_checksum
+from aiosync.wire import Hello, Message, Update, checksum, state_checksum
 
 __all__ = ["PendingBytes", "Steps", "Streaming", "UpdateChunks"]
 
@@ -178,9 +178,6 @@ class UpdateChunks:
             if delta is not None and encoded is not None and len(encoded) < stop - start:
                 payload, sent = [encoded], len(encoded)
                 codec, base = "delta", (delta.base.version, stop - start)
-            if is_last and snapshot.values:
-                # Values are checked once for all workers: many of them take long.
-                snapshot.values = encode_values(snapshot.values)
             yield (
                 Update(
                     epoch,

@@ -177,7 +177,7 @@ class ServedModel:
         """Serve the version that an earlier process stored on disk."""
         self.replaced = stored.replaced
         snapshot = Snapshot(
-            stored.layout, stored.buffer, lambda: None, dict(stored.values), stored.version
+            stored.layout, stored.buffer, lambda: None, stored.values, stored.version
         )
         self._publish(stored.epoch, stored.strategy, snapshot, stored.saved_at or time.time())
 

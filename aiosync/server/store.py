@@ -671,7 +671,7 @@ def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
 def _encode_metadata(model_id: str, update: StoredUpdate, checksum: str) -> dict[str, str]:
     """Return all that a header says of an update but the places of its tensors."""
     try:
-        values = pack(dict(encode_values(update.values)))
+        values = pack(encode_values(update.values))
     except InvalidData as exc:
         raise ConfigError(f"the values cannot be stored: {exc}") from exc
     metadata = {

@@ -254,7 +254,7 @@ def _fixed_header(message: Update | Ack, rest_nbytes: int) -> bytes:
 def _encode_field(key: str, value: Any, spec: _Spec) -> Any:
     """Return the form in which the value of a field travels; the caller checks it after that."""
     if key == "values":
-        return dict(encode_values(value))
+        return encode_values(value)
     if key == "manifest":
         return Manifest.encode(value)
     if key in _ERRORS:

@@ -153,10 +153,6 @@ def refuse_ext(code: int, data: bytes) -> NoReturn:
     raise InvalidData(f"extension type {code}")
 
 
-class _Encoded(dict[str, Any]):
-    """Values that :func:`encode_values` has checked, so that it need not check them again."""
-
-
 def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Check non-tensor values and copy them into the plain form that travels.
 
@@ -169,16 +165,13 @@ def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
             at most :data:`MAX_ITEMS` entries.
 
     Returns:
-        A new dict, or the same one if an earlier call returned it: so it must not be changed.
-        Tuples have become lists, and bytearrays have become bytes, as on the wire.
+        A new dict. Tuples have become lists, and bytearrays have become bytes, as on the wire.
 
     Raises:
         ConfigError: A value cannot travel; the message names its key. Instances of subclasses are
             refused as well, because the receiver would get another type. Or all values together
             have more than :data:`MAX_CONTAINERS` lists and maps.
     """
-    if type(values) is _Encoded:
-        return values
     result: dict[str, Any] = {}
     nbytes = 0
     for key, value in values.items():
@@ -199,4 +192,4 @@ def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
             unpack(pack({"values": result, "x": {}}))
         except InvalidData as exc:
             raise ConfigError(f"the values cannot travel together: {exc}") from exc
-    return _Encoded(result) if result else result
+    return result

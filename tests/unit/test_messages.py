@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import time
 import tracemalloc
 import typing
 from typing import Any
@@ -416,26 +415,6 @@ def test_a_value_that_cannot_travel_is_named(value: Any, where: str, kind: str) 
     assert kind in str(info.value)
     with pytest.raises(ConfigError, match=where):
         encode_header(Update(1, 1, DIGEST, values={"key": value}))
-
-
-def test_values_are_checked_once_for_many_messages() -> None:
-    """Packing them takes a tenth of the time of a check."""
-
-    def seconds(function: Any, *args: Any) -> float:
-        began = time.process_time()
-        function(*args)
-        return time.process_time() - began
-
-    plain = {f"k{i}": ["ab"] * 65536 for i in range(3)}
-    checked = encode_values(plain)
-    assert checked == plain and encode_values(checked) is checked
-    updates = Update(1, 1, DIGEST, values=checked), Update(1, 1, DIGEST, values=plain)
-    assert encode_header(updates[0]) == encode_header(updates[1])
-    fast, slow = (min(seconds(encode_header, each) for _ in range(5)) for each in updates)
-    assert fast < slow / 3
-    assert encode_header(Update(1, 1, DIGEST, values=encode_values({}))) == encode_header(
-        Update(1, 1, DIGEST)
-    )
 
 
 @pytest.mark.parametrize("more", [0, 1])
