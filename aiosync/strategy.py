@@ -157,9 +157,10 @@ def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
 def _refuse_own_ways(strategy: object) -> None:
     """Raise if a strategy's class overrides the methods, as schemes do not call them for a send."""
     for name in ("extract_weights", "apply_weights"):
-        owner = next((each for each in type(strategy).__mro__ if name in vars(each)), None)
-        # TorchRL's class has the same name, and the same ways.
-        if owner is not None and owner.__name__ != "WeightStrategy":
+        having = (each for each in type(strategy).__mro__ if name in vars(each))
+        owner = next(having, WeightStrategy)
+        # TorchRL's class has the same ways.
+        if owner is not WeightStrategy and not owner.__module__.startswith("torchrl."):
             raise ConfigError(
                 f"{owner.__name__} overrides {name}(), and a scheme takes only extract_as from its "
                 "strategy: send(weights) with what you extract, and apply by "

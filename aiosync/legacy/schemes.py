@@ -614,11 +614,10 @@ class WeightSyncScheme(SchemeOptions):
         Over a transport the call also answers the trainer, if there is something to apply.
         """
         role = None if self._scheme.initialized_on_receiver else self._receiver
-        weights = weights_to_apply(weights, self._read_weights)
         if role is None:
             self._scheme.apply_weights(weights, inplace)
-        elif weights is not None:
-            role.apply_weights(weights, inplace)
+        elif (given := weights_to_apply(weights, self._read_weights)) is not None:
+            role.apply_weights(given, inplace)
 
     def _start_background_receiver(self) -> None:
         """Start a thread that receives at each instruction of ``_wait_for_instruction()``."""

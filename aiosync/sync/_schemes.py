@@ -413,6 +413,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     init_on_receiver: Final = initialising(aio.WeightSyncScheme.init_on_receiver)
     init_on_worker: Final = initialising(aio.WeightSyncScheme.init_on_worker)
     create_transport: Final = on_loop(aio.WeightSyncScheme.create_transport)
+    apply_weights: Final = direct(aio.WeightSyncScheme.apply_weights)
 
     def send_async(
         self,
@@ -433,8 +434,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
     def _begin(self, weights: Any, worker_ids: Any, timeout: float | None) -> aio.SendHandle:
         """Send in the background; keep its handle, and those of unfinished and failed sends."""
-        send = self._scheme.send_nowait
-        handle = self._call(_there(send, weights, worker_ids, timeout=timeout))
+        handle = self._call(_there(self._scheme.send_nowait, weights, worker_ids, timeout=timeout))
         with self._lock:
             failed = [each for each in self._handles if has_failed(each)][-_FAILURES_KEPT:]
             kept = [each for each in self._handles if not each.done() or each in failed]

@@ -30,6 +30,8 @@ BODIES = (
     failures.check_dead_worker,
     failures.check_dead_trainer,
     reading.check_receive,
+    reading.check_apply_weights,
+    reading.check_apply_weights_of_another_worker,
     reading.check_torn_reads,
     spans.check_spans_of_tasks_and_threads,
     spans.check_first_version,

@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import queue
+import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -101,6 +102,25 @@ def test_functions_of_the_newer_generation_take_these_schemes() -> None:
         assert scheme.send().version == other.wait_for_version(2) == 2
         assert tools.value_of(model) == 1.0
         assert (scheme.worker_versions, other.lag, bool(other.ready)) == ({0: 2}, 0, True)
+
+
+@pytest.mark.parametrize("make", [MP, SHM])
+def test_the_result_of_receive_is_applied_already(make: Any) -> None:
+    """Without a pipe; weights that are applied by hand have version 0."""
+    model = tools.filled(0.0)
+    with make() as scheme, copy.copy(scheme) as other:
+        scheme.init_on_sender(model_id="policy", model=tools.filled(1.0), num_workers=1)
+        other.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        sync.connect_all(scheme, other, timeout=tools.PATIENCE)
+        handle = threading.Thread(target=scheme.send)
+        handle.start()
+        other.apply_weights(other.receive(timeout=tools.PATIENCE))
+        handle.join()
+        with other.reading() as read:
+            assert read.version == scheme.version
+        other.apply_weights(tools.filled(3.0).state_dict())
+        with other.reading() as read:
+            assert (read.version, tools.value_of(model)) == (0, 3.0)
 
 
 def test_a_scheme_without_links_has_nothing_to_apply() -> None:
