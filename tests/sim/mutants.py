@@ -81,7 +81,7 @@ MUTANTS = [
         "sender/worker_link.py",
         "            if self.outbox.queue.groups:\n                self._pump()\n",
         "            if self.outbox.queue.groups:\n                pass\n",
-        299,
+        134,
     ),
     Mutant(
         "a slot is written to while a worker computes with it",
