@@ -218,8 +218,6 @@ class WeightReceiver:
             lost = await self._receive_until_lost()
             if self._closed or self.error is not None:
                 return
-            # A read that takes the last version of this link then reports it.
-            self._promise.withdraw()
             self.updates.end_link()
             found = await self._find_next_link(lost)
             if found is None:

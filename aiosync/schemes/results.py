@@ -46,7 +46,7 @@ def weights_to_apply(weights: Any, read: Callable[[], Any]) -> Any:
     """Return weights, or those of an update; ``None`` if it is of the model that ``read`` reads."""
     if not isinstance(weights, AppliedUpdate):
         return weights
-    # That model has the update already, or a newer one.
+    # Its own model has the update already, or a newer one.
     return None if weights._read == read else weights.weights
 
 
